@@ -45,7 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where a run has an end (CI's has), what has not begun by then is left out, and says so."""
+    """If a run has a deadline (as in CI), leave out tests that have not begun by then, and say
+    so."""
     until = os.environ.get("TROUPE_TESTS_UNTIL")
     if until and time.time() > float(until):
         pytest.skip(f"{OUT_OF_TIME}: run it by `make test-slow`")

@@ -166,7 +166,7 @@ def test_answers_of_the_driver_become_devices(monkeypatch: pytest.MonkeyPatch) -
         return types.SimpleNamespace(gpu=50)
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lost)
-    # A lost device is left out, and the driver is asked anew next time.
+    # A lost device is left out, and the driver is asked again next time.
     assert set(device_use(devices)) == {0, 1, 3}
     assert opened == ["init", "shutdown"]
     assert set(device_use(devices[:2])) == {0, 1}
@@ -192,7 +192,7 @@ def test_the_class_of_a_device_is_what_people_call_it(name: str, expected: str) 
     ("line", "folder", "names"),
     [
         ("0::/pods/one", "sys/fs/cgroup/pods/one", ("max", "current", "inactive_file")),
-        # A container whose group is the top of what it sees.
+        # A container whose group is the top of its view.
         ("0::/", "sys/fs/cgroup", ("max", "current", "inactive_file")),
         # A parent's limit.
         ("0::/pods/one/deeper", "sys/fs/cgroup/pods", ("max", "current", "inactive_file")),

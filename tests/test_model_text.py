@@ -158,7 +158,7 @@ def test_property_a_text_is_read_in_time_that_grows_with_its_length(reader: str)
         for piece in PIECES:
             short, long = (frame + piece * (n // len(piece)) for n in (SHORT, LONG))
             if seconds(read, long) < 0.02:
-                continue  # what is quadratic takes longer
+                continue  # quadratic code takes longer
             # Eight times as long: 64 times as much where it is quadratic.
             allowed = 30 * min(seconds(read, short) for _ in range(3)) + 0.02
             taken = min(seconds(read, long) for _ in range(3))

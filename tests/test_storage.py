@@ -128,7 +128,7 @@ class FailingStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no typ
     refuses = True
 
     def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
-        """Raise what an object store might raise."""
+        """Raise the errors of an object store."""
         if self.refuses and rpath.endswith("zz.json"):
             raise ConnectionError("the store is away")
         self.order.append(rpath)

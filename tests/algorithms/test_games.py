@@ -46,7 +46,7 @@ class Player:
         self.before = self.logits.detach().clone()
         self.optimizer = torch.optim.Adam([self.logits], lr=0.1)
         self.baselines = AdvantageEstimator(algorithm, ADVANTAGES_BY_NAME.get(algorithm.advantage))
-        # `gae`: V of what is seen before each token, for each of `states` that it may be seen in.
+        # `gae`: V of the observation before each token, for each of `states` in which it may occur.
         self.values = torch.zeros(states, length, requires_grad=True)
         self.fit = torch.optim.Adam([self.values], lr=0.1)
 
@@ -143,8 +143,8 @@ def test_a_bandit_is_solved(advantage: str, loss: str) -> None:
 
 @pytest.mark.parametrize(("advantage", "loss"), PAIRS)
 def test_a_cooperative_matrix_game_is_solved(advantage: str, loss: str) -> None:
-    """Two agents with one payoff; each sees its own action only. Answers are of two tokens, of
-    which the second does not matter: sequence ratios differ from those of tokens."""
+    """Two agents with one payoff, each of which sees only its own action. Answers have two tokens,
+    of which the second does not matter, so that ratios of sequences and of tokens differ."""
     generator = torch.Generator().manual_seed(1)
     algorithm = _algorithm(advantage, loss, "constant")
     players = [Player(name, len(PAYOFF), 2, algorithm) for name in ("row", "column")]
@@ -164,8 +164,8 @@ def test_a_cooperative_matrix_game_is_solved(advantage: str, loss: str) -> None:
     "loss", [LOSSES[0], *(pytest.param(loss, marks=pytest.mark.slow) for loss in LOSSES[1:])]
 )
 def test_a_team_critic_solves_a_game_of_secrets(loss: str) -> None:
-    """MAPPO: what the agents get is their payoff and what a third party drew, which neither sees.
-    Values of the whole team's observations take that noise out, those of one agent's cannot."""
+    """MAPPO: the agents' reward is their payoff plus a third party's draw, which neither sees.
+    Values of the whole team's observations remove this noise; values of one agent's cannot."""
     surprise, found = {}, {}
     for observes in ("agent", "team"):
         generator = torch.Generator().manual_seed(2)

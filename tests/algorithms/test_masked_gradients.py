@@ -70,7 +70,7 @@ def capped_exp(x: float) -> float:
 
 
 def log_ratio(a: float, b: float) -> float:
-    """a - b, of which both may be infinite."""
+    """Return a - b, both of which may be infinite."""
     return a - b
 
 
@@ -127,7 +127,7 @@ def expected(case: Case) -> tuple[list[bool], list[float], list[float]]:
             if case.kl:
                 q = min(log_ratio(first, pi), BOUND)
                 terms[i] += BETA * (math.exp(q) - q - 1)
-                # Beyond the bound the exponential's slope is what it is at the bound.
+                # Beyond the bound the exponential keeps its slope at the bound.
                 far = log_ratio(first, pi) > BOUND
                 slopes[i] += BETA * (0 if far else 1)
                 slopes[i] -= BETA * math.exp(q) if log_ratio(first, pi) != INF else 0.0
@@ -149,7 +149,8 @@ CASES = [
 
 
 def arguments(case: Case, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """What `grpo_loss_sum` is given, but for log-probs and entropies, and its options."""
+    """Return the arguments of `grpo_loss_sum`, except for log-probs and entropies, and its
+    options."""
     columns = [
         torch.tensor(column, dtype=torch.float64) for column in zip(*case.tokens, strict=True)
     ]
@@ -194,7 +195,7 @@ def test_every_loss_of_every_ratio_is_that_of_its_formula(dtype: torch.dtype) ->
                 assert by_pi[i] == 0, case
                 assert by_entropy[i] == 0, case
         if any(math.isnan(t) for t in terms):
-            # What nothing takes out and is no number must not vanish: the step is refused.
+            # An unmasked value that is not a number must not vanish: the step is refused.
             broken += 1
             assert not torch.isfinite(loss), case
             continue
@@ -244,7 +245,7 @@ def test_losses_under_an_output_layer_equal_losses_of_full_logits(
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(sum(LENGTHS), 6, generator=generator)
     weight = torch.randn(9, 6, generator=generator)
-    # A vocabulary of which a part is masked has infinite logits, drawn or not.
+    # A partly masked vocabulary has infinite logits, drawn or not.
     bias = torch.zeros(9)
     bias[8] = -INF
     targets = torch.tensor([1, 2, 3, 4, 5])
@@ -258,7 +259,7 @@ def test_losses_under_an_output_layer_equal_losses_of_full_logits(
             x, w = (t.to(dtype).requires_grad_() for t in (hidden, weight))
             logp = torch.log_softmax(x @ w.T + bias.to(dtype), -1)
             chosen = logp.gather(-1, targets[:, None])[:, 0]
-            # As far from what is computed as the case says.
+            # As far from the computed value as the case specifies.
             pi, mu, first, old = zip(*case.tokens, strict=True)
             apart = [torch.tensor(t, dtype=torch.float64) for t in (mu, first, old)]
             here = torch.tensor([p if math.isfinite(p) else -1.0 for p in pi], dtype=torch.float64)
@@ -311,7 +312,8 @@ def test_losses_under_an_output_layer_equal_losses_of_full_logits(
 
 
 def test_values_far_from_where_they_were() -> None:
-    """The critic's clip: no gradient of what it takes out, the error's own of the rest."""
+    """The critic's clip: no gradient for clipped values, the error's own gradient for the
+    others."""
     for old, moved, target in itertools.product(
         (0.0, 1e4), (0.1, -0.1, 10.0, -10.0, 1e3, -1e3, 1e6), (0.0, 1e3, -1e3, 1e6)
     ):

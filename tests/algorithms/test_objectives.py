@@ -30,7 +30,7 @@ def _f64(*values: float) -> torch.Tensor:
 def test_sums_and_means_of_sequences(lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(lengths), dtype=torch.float64, generator=generator)
-    # Names need not be small, ascending or distinct from those of sequences further away.
+    # Names need not be small, ascending or distinct from the names of distant sequences.
     steps = torch.randint(1, 4, (len(lengths),), generator=generator)
     names = torch.cumsum(steps, 0) % 7
     sequences = torch.repeat_interleave(names, torch.tensor(lengths, dtype=torch.int64))

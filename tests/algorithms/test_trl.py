@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss": "gspo", "normalize": "sequence", "clip_low": 0.03, "clip_high": 0.04},
     ),
     "gspo_token": ({"loss_type": "bnpo", "level": "sequence"}, {"loss": "gspo"}),
-    # Sums over tokens: what a constant length of one token is.
+    # Sums over tokens, like a constant length of one token.
     "luspo": (
         {"loss_type": "luspo", "level": "sequence", "constant": 1},
         {"loss": "gspo", "normalize": "constant", "constant": 1},
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for correction in ("truncated", "masked", "sequence_masked")
     },
-    # Clipped against the weights that the step began with, weighed by what they make of pi_old/mu.
+    # Clipped against the weights at the step's beginning, and weighted by their pi_old/mu.
     **{
         f"decoupled_{correction}": (
             {"loss_type": "bnpo", "correction": correction, "correction_cap": 1.2, "old": True},
@@ -172,7 +172,7 @@ def test_losses_and_gradients_are_trls(python: Path, tmp_path: Path) -> None:
     plain = theirs["bnpo/grad"]
     for name, (_, how) in CASES.items():
         loss, grad = _ours(batch, how)
-        # Corrections have another constant in the loss: its gradient is what is compared.
+        # With corrections the loss has another constant, so that only gradients are compared.
         if "correction" not in how or "old" in how:
             torch.testing.assert_close(loss, theirs[f"{name}/loss"], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(grad, theirs[f"{name}/grad"], rtol=1e-5, atol=1e-5)

@@ -25,7 +25,7 @@ from torchrl.objectives.value.functional import (  # type: ignore[import-not-fou
 
 
 class Given(torch.nn.Module):
-    """A table: what the network gives for the t-th state."""
+    """A table of the network's outputs for the t-th state."""
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()

@@ -14,8 +14,8 @@ from benchmarks.command import machine
 def quick_run(
     module: str, *arguments: str, seconds: float = 900, environment: dict[str, str] | None = None
 ) -> Any:
-    """What `python -m benchmarks.MODULE --quick --json ARGUMENTS` says in its last line, but for
-    the machine."""
+    """Return the last line of `python -m benchmarks.MODULE --quick --json ARGUMENTS`, without the
+    machine."""
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", *arguments],
         check=False,
@@ -29,8 +29,8 @@ def quick_run(
 
 
 def figures(printed: str) -> Any:
-    """The object in a benchmark's last line, but for the machine."""
+    """Return the object in a benchmark's last line, without the machine."""
     found = json.loads(printed.splitlines()[-1])
-    # Figures of another instruction set are no figures of this one: every benchmark says which.
+    # Figures of different instruction sets are not comparable: every benchmark names its own.
     assert {name: found.pop(name) for name in machine()} == machine()
     return found

@@ -49,7 +49,7 @@ def test_the_instruction_sets_are_in_table_and_object(
 
 
 def test_every_benchmark_ends_by_it() -> None:
-    """A command that prints its object by itself would not say what it ran on."""
+    """A command that prints its object by itself would not name its machine."""
     done = subprocess.run(
         ["git", "grep", "-l", "def main(", "--", "benchmarks"],
         capture_output=True,

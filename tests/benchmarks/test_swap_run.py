@@ -30,7 +30,7 @@ def test_work_of_a_step_that_has_not_ended_counts_when_it_was_done() -> None:
         TimelineSpan("t0", "train", "ben", 102.0, 108.0, 6000),
         TimelineSpan("t0", "step", "ben", 108.0, 109.0),
         TimelineSpan("t1", "train", "cleo", 100.0, 110.0, 10000),
-        # What engines do is no work of trainers.
+        # Engines' work is not trainers' work.
         TimelineSpan("engine", "generate", "ada", 100.0, 110.0, 3),
     ]
     row = figures("shared", 2, steps, spans)

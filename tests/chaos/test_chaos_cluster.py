@@ -135,7 +135,7 @@ async def test_a_frozen_service_stands_still_with_all_its_processes(
 
     await fault.inject(cluster)
     family = [parent, *children]
-    # A process stands still when it has met the signal, some moments after it was sent.
+    # A process stops when it has handled the signal, some moments after it was sent.
     await until(lambda: {one.status() for one in family} == {psutil.STATUS_STOPPED})
     await fault.heal(cluster)
     assert psutil.STATUS_STOPPED not in {one.status() for one in family}
@@ -143,7 +143,7 @@ async def test_a_frozen_service_stands_still_with_all_its_processes(
     for one in family:
         one.kill()
     parent.wait()
-    await fault.inject(cluster)  # nobody is there any more
+    await fault.inject(cluster)  # the process is gone
 
 
 async def test_a_slow_disk_leaves_its_process_alive_and_alone(cluster: DisturbedCluster) -> None:

@@ -137,7 +137,7 @@ async def test_a_queue_that_nobody_empties_pushes_back(echo: tuple[Echo, str], l
         sending = [asyncio.ensure_future(stub.SubmitJob(big, timeout=PATIENCE)) for _ in range(4)]
         await asyncio.sleep(0.5)
         # 16 MiB are on their way, and none of them went through nor piled up in the proxy.
-        assert link.passed - passed < 1000  # but for what came back
+        assert link.passed - passed < 1000  # except for the answer
         assert service.calls == 1
         link.heal()
         assert [(await one).job.step for one in sending] == [4 << 20] * 4

@@ -42,7 +42,7 @@ async def test_a_streamed_folder_arrives_unchanged(source: Path, tmp_path: Path)
     size = await write_folder(target, read_folder(source, ReadCheckpointResponse))
     assert contents(target) == contents(source)
     assert size == 2 + 256 * 5000
-    # Again: what is there stays.
+    # Again: existing files stay.
     (target / "config.json").write_text("{1}")
     await write_folder(target, read_folder(source, ReadCheckpointResponse))
     assert (target / "config.json").read_text() == "{1}"

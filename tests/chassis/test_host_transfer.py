@@ -124,7 +124,7 @@ async def test_a_key_is_found_wherever_it_is(
         tensors, _ = await in_thread(left.get, KEY, expected_checksum=manifest.checksum)
     assert torch.equal(tensors["layer"], WEIGHTS["layer"])
     assert left.counters.moves() == {BY_GRPC: 1}
-    # Who published is gone; whoever has pulled it hands it on.
+    # The publisher is gone; hosts that have pulled it serve it.
     await right.stop()
     house.directory.owners.remove(right.address)
     tensors, _ = await in_thread(third.get, KEY, expected_checksum=manifest.checksum)

@@ -1,4 +1,4 @@
-"""The metric of an event loop that stands still."""
+"""The metric of a blocked event loop."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ async def test_a_model_is_copied_once_and_verified(tmp_path: Path, disk: Path) -
             assert (path / "config.json").read_text() == f'{{"name": "{name}"}}'
             weights = "deep/weights.safetensors"
             assert (path / weights).read_bytes() == (disk / name / weights).read_bytes()
-        # What is here is not asked for, and what has changed is another copy.
+        # Models on this host are not requested, and a changed model becomes another copy.
         assert await models[0].localized(found[0]) == found[0]
         (disk / "solver/config.json").write_text("{}")
         again = await models[0].localized(team())
@@ -165,7 +165,7 @@ async def test_a_model_that_no_host_has_is_refused_with_the_hosts_named(
     tmp_path: Path, disk: Path
 ) -> None:
     async with serving(OtherHost(disk)) as address:
-        # No directory of a model is served, whoever asks.
+        # Only directories of models are served.
         with pytest.raises(NotFound):
             described_model(str(disk / "secrets"))
         for name in ("none", "secrets"):

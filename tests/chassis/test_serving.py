@@ -109,7 +109,7 @@ async def test_sync_channel_does_the_same(server) -> None:
             stream = stub.WatchJob(orchestrator_pb.WatchJobRequest())
             seen = [next(stream).event_id, next(stream).event_id]
             stream.cancel()
-            list(stream)  # ends, though the server would go on
+            list(stream)  # ends, although the server would continue
             return seen
 
     assert await asyncio.to_thread(calls) == ["0", "1"]

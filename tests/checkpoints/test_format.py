@@ -155,7 +155,7 @@ def test_tensors_that_an_architecture_keeps_in_float32_are_not_rounded() -> None
 
 @pytest.mark.parametrize("reader", ["items", "set", "file"])
 def test_no_second_copy_of_a_model_is_made(reader: str, tmp_path: Path) -> None:
-    """Of a mixture some groups at a time are in memory, whoever reads it."""
+    """Only some groups of a mixture are in memory at a time, for every reader."""
     config = AutoConfig.for_model(**ARCHITECTURES["qwen3_moe"] | {"num_hidden_layers": 16})
     model = AutoModelForCausalLM.from_config(config)
     published = CheckpointFormat(model, torch.bfloat16).of(distinct_tensors(model))

@@ -8,7 +8,7 @@ from troupe.checkpoints.retention import none_such, prune, versions_in, versions
 
 
 def _job(tmp_path: Path) -> Path:
-    """Two policies with checkpoints, and what else may lie beside them."""
+    """Two policies with checkpoints, and other files next to them."""
     folder = tmp_path / "checkpoints"
     for name in ("solver/v9", "solver/v10", "solver/v2", "solver/.v11.ab.tmp", "critic/v1"):
         (folder / name).mkdir(parents=True)

@@ -32,7 +32,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 
 
 def write_parts(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: int) -> None:
-    """What ranks write with torch.distributed.checkpoint: the rows of each tensor by turns."""
+    """The files of ranks from torch.distributed.checkpoint: the rows of each tensor,
+    distributed."""
     for rank in range(ranks):
         mine: dict[str, torch.Tensor] = {}
         where: dict[str, Any] = {}
@@ -258,7 +259,7 @@ def test_values_are_aligned_and_the_checksum_is_of_the_content(
 def test_a_checkpoint_of_kept_weights_has_the_logits_of_the_model(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the file of one device, and from those of ranks; in several files."""
+    """From the file of one device, and from the files of ranks; in several files."""
     monkeypatch.setattr(writing, "_MOST_FILE_BYTES", 40_000)
     model = make(name)
     kept = tmp_path / "kept"

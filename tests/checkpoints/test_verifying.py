@@ -44,7 +44,7 @@ def test_a_damaged_file_is_named_and_nothing_is_exported(
     assert (caught.value.kind, caught.value.field) == ("checkpoint_corrupt", "file")
     assert [one.name for one in tmp_path.iterdir()] == ["v3"]
     if name.endswith(".json"):
-        verify(checkpoint, ".safetensors")  # who asks for weights has them
+        verify(checkpoint, ".safetensors")  # a request for weights succeeds
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}', "\0"])

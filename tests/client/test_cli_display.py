@@ -53,7 +53,7 @@ def test_progress_follows_rewards_policies_and_time(job: Job) -> None:
     assert progress.evaluation == {"team": 0.2, "solver": 0.1}
     assert progress.seconds_left == pytest.approx(8 * 5.0)
     policy = progress.policy("solver")
-    # The newest step has none: that of the step before is not shown for it.
+    # The newest step has none, and the previous step's value is not shown for it.
     assert (policy.loss, policy.kl, policy.grad_norm, policy.version) == (None, 0.01, None, 1)
     assert progress.policy("checker").version == 0
 

@@ -39,7 +39,7 @@ def test_a_copy_is_whole(run: Run, name: str) -> None:
     for job in copied.glob("*.yaml"):
         assert run("job", "validate", str(job))[0] == 0
         assert str(job) in out
-    assert run("examples", "copy", name)[0] == 2  # what was changed there is not written over
+    assert run("examples", "copy", name)[0] == 2  # changed files are not overwritten
 
 
 def test_the_copy_of_the_demo_is_code_of_its_own(run: Run) -> None:

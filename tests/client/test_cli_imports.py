@@ -22,7 +22,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def job(job_yaml: str, **code: str) -> Path:
-    """The job's file, beside modules of its own."""
+    """The job's file, next to its own modules."""
     for name, text in code.items():
         Path(f"imported_{name}.py").write_text(text)
     path = Path("job.yaml")

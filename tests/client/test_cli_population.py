@@ -20,7 +20,7 @@ def test_show(run: Run, cluster: Stage) -> None:
     assert "player--0 plays player@5" in out
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "27.5 ± 2.2" in out or "27.5 ± 2.3" in out
-    # The payoff matrix: the newest rows, the other half of a symmetric cell, what was not played.
+    # The payoff matrix: the newest rows, the other half of a symmetric cell, unplayed cells.
     assert lines["player@9"].split()[1:] == [".", ".", "."]
     assert "-0.500" in out
     assert "0 ± 0.98" in out

@@ -24,7 +24,7 @@ from troupe.cluster.state import ClusterState, is_alive, read_state, running_sta
 
 Capture = pytest.CaptureFixture[str]
 Run = Callable[..., tuple[int, str, str]]
-# On a machine that does much else besides, a start takes its time.
+# On a busy machine a start takes long.
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -102,7 +102,7 @@ def test_a_tokenizer_that_is_there_is_used(run: Run, tmp_path: Path) -> None:
     [
         # Two trajectories of three turns, compared turn by turn.
         ("job", [2, 2, 2]),
-        # Four candidates per turn; those of the first turn answer the same prompt in both.
+        # Four candidates per turn; the first turn's candidates answer the same prompt in both.
         ("tree", [4, 4, 4, 4, 8]),
     ],
 )
@@ -113,7 +113,7 @@ def test_the_examples_play(run: Run, job: str, groups: list[int]) -> None:
     record = json.loads(out)
     assert sorted(record["groups"].values()) == groups
     assert record["trajectories"][0]["rewards"].keys() == {"solver", "checker", "team"}
-    # Who is examined has one try.
+    # The examined agent has one try.
     options = ("--split", "held_out", "--group-size", "1", "--queries", "1")
     _, out, _ = run("workflow", "try", path, *options, "--json")
     assert len(json.loads(out)["trajectories"][0]["turns"]) == 3
@@ -188,7 +188,7 @@ workflow = GameWorkflow("tests.workflow.environments.zoo:Nim", hosted=True)
 def test_a_game_is_a_workflow_that_ends_its_processes(tmp_path: Path, job: str) -> None:
     (tmp_path / "my_games.py").write_text(GAMES)
     given = ("--query", '{"seed": 1}', "--job", job, "--json")
-    # In a process of its own: what an event loop leaves behind is said at its end.
+    # In a separate process, which reports leftovers of the event loop at its end.
     program = "from troupe.client.cli.app import main; main()"
     path = str(tmp_path / "my_games.py")
     done = subprocess.run(

@@ -142,7 +142,7 @@ async def test_a_watch_survives_a_restart_of_the_orchestrator(job_yaml: str) -> 
 
     async with AsyncClient(address) as client:
         watching = asyncio.create_task(_collect(client, job.id))
-        await asyncio.sleep(0.3)  # nobody listens yet
+        await asyncio.sleep(0.3)  # there is no listener yet
         async with serve(fake, port):
             await fake.move(job.id, S.JOB_STATE_SUCCEEDED)
             async with asyncio.timeout(PATIENCE):

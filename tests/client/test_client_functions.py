@@ -223,7 +223,7 @@ def test_a_function_that_runs_nowhere_any_more_keeps_no_other_from_running(
         *_, ended = client.functions.invoke_stream("asks_nobody", {"answer": "4"})
         assert isinstance(ended, Invocation)
         assert ended.value == 1.0
-        # It is there all the same, and says what is wrong with it.
+        # It exists nevertheless, with its fault.
         assert client.functions.get("asks").costs["quota"] == "api"
         with pytest.raises(InvalidArgument, match="no quotas are declared here"):
             client.functions.invoke("asks", {"answer": "4"})

@@ -178,7 +178,7 @@ async def test_a_cluster_says_what_it_cut_and_refuses_to_begin_without_its_data(
     async with EmbeddedCluster(given, told.append):
         assert [line for line in told if "4,096 bytes" in line]
         assert path.read_bytes().startswith(whole)
-    # Whole commands, of which Redis does not know one.
+    # Whole commands, one of which Redis does not know.
     good = path.read_bytes()
     path.write_bytes(good + command(b"SAT", b"b", b"2"))
     with pytest.raises(RedisDataDamaged, match="Unknown command 'SAT'") as caught:

@@ -86,7 +86,7 @@ async def test_only_the_user_can_read_the_files_of_a_cluster(settings: ClusterSe
     finally:
         os.umask(before)
     assert local_token(state.orchestrator_address) is None
-    # The next cluster of the directory has the same token: who is connected stays so.
+    # The next cluster of the directory has the same token, so that clients stay connected.
     assert require_token(data_dir, {}) == token
 
 

@@ -223,7 +223,7 @@ def test_a_head_has_no_workers_and_a_node_has_nothing_else() -> None:
     specs = {s.name: s for s in _plan(settings)}
     assert set(specs) == {"redis", *CORE, "control_panel"}
     environment = specs["orchestrator"].environment
-    # What nodes are told is what the head's own services use.
+    # Nodes get the same values that the head's own services use.
     assert environment["TROUPE_REWARD_ADDRESS"] == specs["reward"].address
     assert specs["reward"].address.startswith("head.example:")
     assert environment["TROUPE_ADVERTISE_ADDRESS"] == specs["orchestrator"].address

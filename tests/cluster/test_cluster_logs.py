@@ -20,7 +20,7 @@ from troupe.cluster.supervisor import Supervisor
 
 LIMIT = 1 << 20
 LINES = re.compile(rb"line (\d+) x+")
-# The last lines come after a pause: what is written just as the file is truncated is lost.
+# The last lines come after a pause, since lines written during the truncation are lost.
 PRINTER = """
 import sys, time
 count = int(sys.argv[1])

@@ -22,7 +22,7 @@ NAMES = ["trainer-0", "trainer-1"]
 
 
 class Binder:
-    """Says what a test has it say."""
+    """Reports the values that a test sets."""
 
     def __init__(self) -> None:
         self.says: TrainerDemand | TroupeError = TrainerDemand(0, 0)
@@ -61,7 +61,7 @@ async def test_trainers_end_without_demand_and_return_with_it(supervisor: Superv
         ElasticTrainers(supervisor, NAMES, binder.demand, idle_seconds=0.3).run()
     )
     try:
-        # Somebody still holds one, then there is nobody to ask: nothing changes.
+        # A job still holds one, then the orchestrator is gone: nothing changes.
         await until(lambda: binder.asked > 8)
         binder.says = Unavailable("away")
         seen = binder.asked

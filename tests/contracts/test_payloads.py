@@ -1,4 +1,4 @@
-"""Payloads beside token ids: in messages, prompts, stems, and the store's checks."""
+"""Payloads in addition to token ids: in messages, prompts, stems, and the store's checks."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ needs_chromium = pytest.mark.skipif(
 @asynccontextmanager
 async def opened(**options: Any) -> AsyncIterator[tuple[Any, list[str]]]:
     """A page, and the faults found in it: errors of scripts, what the content security policy
-    forbids, answers of status 400 and above. `options`: those of the page."""
+    forbids, answers of status 400 and above. `options`: the page's options."""
     from playwright.async_api import async_playwright, expect
 
     expect.set_options(timeout=PATIENCE_MS)

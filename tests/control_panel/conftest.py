@@ -28,7 +28,7 @@ YAML = {"Content-Type": "application/yaml"}
 
 @dataclass
 class Panel:
-    """A running panel and what is behind it."""
+    """A running panel and the services behind it."""
 
     url: str
     http: httpx.AsyncClient

@@ -40,7 +40,7 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel) -> None:
     async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
         await page.goto(panel.url)
 
-        # A specification with a fault: the form says which field and what to do, while one types.
+        # A specification with a fault: while one types, the form names the field and the remedy.
         await page.click("#submit-open")
         await page.fill("#submit-spec", "name: [")
         await expect(page.locator("#submit-checked")).to_have_text("1 to fix")
@@ -171,7 +171,7 @@ async def test_curves_have_gaps_whole_steps_smoothing_and_evaluations(panel: Pan
         )
         assert smoothed[:3] == [1, None, 1]
         assert 1 < smoothed[3] < 4
-        # A step that is told again replaces, one that comes late is put into its place.
+        # A repeated step replaces its values, and a late one is inserted at its place.
         table = await page.evaluate(
             f"""import('{module}').then(m => {{
                 const table = new m.MetricTable();
@@ -274,7 +274,7 @@ async def test_tokens_of_a_long_reply_filters_pins_and_export(panel: Panel) -> N
         background = "node => node.style.backgroundColor"
         assert "--low" in await tokens.first.evaluate(background)
         assert "--high" in await tokens.nth(1).evaluate(background)
-        # Only what is near the view is built, and what was left becomes text again.
+        # Only parts near the view are built, and parts out of view become text again.
         assert await tokens.count() <= 4_000
         await page.select_option("#token-colour", "version")
         await page.evaluate("document.querySelector('#conversation').scrollTop = 1e9")

@@ -66,7 +66,7 @@ async def test_a_job_is_planned_by_keys_with_a_picture_of_a_step(
         pictures = Path(os.environ.get("TROUPE_PICTURES", tmp_path))
         await page.screenshot(path=pictures / f"plan-{width}-{scheme}.png", full_page=True)
         assert faults == []
-        # What cannot be planned is said, and the former plan is not shown beside it.
+        # A failed plan shows its reason, and the previous plan disappears.
         await page.fill("#plan-form [name=memory]", "2")
         await page.click("#plan-form button")
         await expect(page.locator("#plan-problem")).to_contain_text(

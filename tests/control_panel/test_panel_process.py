@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextmanager
 def running(tmp_path: Path, **settings: str) -> Iterator[tuple[int, Path]]:
-    """The panel's port, and the file with what it prints."""
+    """The panel's port, and the file of its output."""
     port_file, log = tmp_path / "port", tmp_path / "log"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TROUPE_")}
     given = {f"TROUPE_{name.upper()}": value for name, value in settings.items()}

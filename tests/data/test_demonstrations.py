@@ -40,7 +40,7 @@ def test_every_reply_of_a_conversation_is_a_sample_that_ends_its_turn() -> None:
     assert (reply, last) == (f"hello{END}", f"so long{END}")
     assert second == f"{first}{reply}\n<|im_start|>user\nbye{END}\n<|im_start|>assistant\n"
     assert [one.turn for one in found] == [0, 1]
-    # It is what an engine is asked, and what it should answer.
+    # It is an engine's prompt, with the expected answer.
     chat = who["solver"].tokenizer
     assert found[0].prompt_ids == chat.first_ids((("user", "hi"),))
     assert texts(demonstrations_of({"messages": MORE}, who, turns="last"), who) == [(second, last)]
@@ -86,7 +86,7 @@ def test_a_reply_is_what_the_template_shows_of_it() -> None:
 
 
 def test_a_template_that_shows_replies_otherwise_does_not_change_what_is_said() -> None:
-    """The generation prompt is no beginning of the rendered reply: content and end it is."""
+    """The rendered reply does not begin with the generation prompt: it is content and end."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\nnow: {% endif %}"
@@ -230,7 +230,7 @@ def test_a_reply_closes_the_thought_that_the_prompt_opens(
     who = roles("solver", template=OPEN_TEMPLATES[template])
     ((prompt, learned),) = texts(demonstrations_of({"messages": [HELLO[0], reply]}, who), who)
     assert prompt.rstrip().endswith(f"{ASKS}<think>")
-    # Together they are what a model of this family writes.
+    # Together they are the output of a model of this family.
     said = (prompt + learned).partition(ASKS)[2]
     assert said == f"<think>\n{thoughts}\n</think>\n\nhello{END}"
 
@@ -415,7 +415,7 @@ def test_a_pair_is_cut_off_or_left_out_as_a_whole() -> None:
     cut = preferences_of(row, who, max_tokens=prompt + longest - 1)
     assert [one.truncated for one in cut] == [True, False]
     assert preferences_of(row, who, max_tokens=prompt) == []
-    # A side of which nothing is left takes the other with it.
+    # A side that becomes empty removes the other one too.
     longer = {"chosen": MORE, "rejected": HELLO}
     assert preferences_of(longer, who, max_tokens=prompt + longest) == []
 

@@ -25,7 +25,7 @@ page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 @pytest.fixture(scope="module")
 def source() -> str:
-    """All that is no documentation."""
+    """Yield all files except documentation."""
     kinds = ("*.py", "*.proto", "*.y*ml", "*.toml", "*.lua", "*.js", "Makefile", "deploy", ".ci")
     command = ["git", "grep", "-hI", "", "--", *kinds]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -45,7 +45,7 @@ def test_environment_variables_are_read_somewhere(page: Path, source: str) -> No
 @page
 def test_metrics_are_counted_somewhere(page: Path, source: str) -> None:
     for name in named(page, r"`(troupe_[a-z0-9_]+)`"):
-        # Prometheus' suffixes; those of models are put together.
+        # Prometheus's suffixes; models' suffixes are composed.
         stem = re.sub(r"_(total|bucket|sum|count)$", "", name)
         assert stem in source or name.startswith("troupe_reward_model_"), name
 
@@ -125,7 +125,7 @@ def is_field(nodes: Iterable[dict[str, Any]], path: list[str]) -> bool:
 
 
 def alternatives(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A schema without references, and what it may be instead."""
+    """Return a schema without references, and its alternatives."""
     while "$ref" in node:
         node = SCHEMA["$defs"][node["$ref"].rsplit("/", 1)[-1]]
     yield node

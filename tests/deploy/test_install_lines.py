@@ -31,7 +31,7 @@ DEPENDENCIES = {
     for lines in (PROJECT["dependencies"], *EXTRAS.values())
     for line in lines
 }
-# Packages of others that users install beside Troupe, none of them a dependency.
+# Third-party packages that users install in addition to Troupe; none is a dependency.
 OTHERS = {"autogen-agentchat", "autogen-ext", "marble-v1", "setuptools", "sglang", "verifiers"}
 OPTIONS_WITH_VALUE = {
     *("-r", "--requirement", "-c", "--constraint"),

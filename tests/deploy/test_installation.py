@@ -27,7 +27,7 @@ def installed(folder: Path, entry_points: str | None) -> Path:
 
 
 def python(*arguments: str, path: list[Path]) -> subprocess.CompletedProcess[str]:
-    """Run Python outside the checkout with `path` before what is installed."""
+    """Run Python outside the checkout, with `path` before the installed packages."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=path[0],

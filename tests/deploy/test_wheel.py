@@ -80,7 +80,7 @@ def needed(extra: str, without: Collection[str] = ()) -> dict[str, set[str]]:
 
 
 def link_into(site: Path, one: Distribution) -> None:
-    """Install a distribution as uv does: its files are hard links to those of this environment."""
+    """Install a distribution like uv, as hard links to this environment's files."""
     for file in one.files or ():
         if file.parts[0] == ".." or "__pycache__" in file.parts:
             continue  # scripts name this environment's interpreter

@@ -28,7 +28,7 @@ FOLDER = ROOT / "docs/tutorials"
 PAGES = ["first-team", "your-agent", "your-data", "gpu", "cluster", "not-learning"]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
-# The job that shows what a run without a signal looks like.
+# The job that shows a run without a signal.
 HOPELESS = "hopeless.yaml"
 # A row of a summary: a score before and after, each with its interval.
 SCORE = re.compile(
@@ -36,7 +36,7 @@ SCORE = re.compile(
     r" +(?P<after>\S+) \[(?P<lowest>\S+), \S+\] +[+-]\S+ *$"
 )
 
-# In the place of pip: nothing is installed, what is named has to be here already.
+# In place of pip: nothing is installed, and the named packages must already exist.
 PIP = """#!{python}
 import re, sys
 from importlib.metadata import distribution

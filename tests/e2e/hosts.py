@@ -120,7 +120,7 @@ class Hosts:
         self._until_ready(name, where)
 
     def core(self) -> None:
-        """Start what is no worker, on the host "home"."""
+        """Start the services other than workers, on the host "home"."""
         for name in ("orchestrator", "experience_store", "reward"):
             self._ports[name] = free_port()
         for name in ("experience_store", "reward", "orchestrator"):

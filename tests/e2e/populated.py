@@ -65,7 +65,8 @@ def population_job(
 
 
 async def check_population(end: Ended, data_dir: Path) -> Population:
-    """A job that has succeeded: nothing is lost or counted twice, members are what was trained."""
+    """Check a job that has succeeded: nothing is lost or counted twice, and members are the trained
+    versions."""
     assert end.job.state == JobState.SUCCEEDED, end.job.problem
     audit = await end.handle.audit()
     assert not audit.violations, audit
@@ -77,7 +78,7 @@ async def check_population(end: Ended, data_dir: Path) -> Population:
 
 
 def check_payoffs(found: Population, matches: list[Match]) -> None:
-    """The payoff table is what the matches paid, each counted once."""
+    """Check that the payoff table has the matches' payoffs, each counted once."""
     assert len({one.trajectory_id for one in matches}) == len(matches) == found.matches_played
     assert sum(cell.matches for cell in found.cells) == found.matches_played
     names = [[one.id for one in found.pool_of(agent).members] for agent in found.agents]

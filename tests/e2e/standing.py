@@ -27,7 +27,7 @@ BAD = "tests.support.bad_team:"
 
 @dataclass
 class Ended:
-    """How a job ended, and what it said of itself."""
+    """The end of a job, and its messages."""
 
     job: Job
     notices: list[str]
@@ -65,7 +65,7 @@ class Standing:
         return found
 
     def kill(self, service: str) -> None:
-        """End a service without a word."""
+        """Kill a service."""
         os.kill(self.pid(service), signal.SIGKILL)
 
     def yaml(self, workflow: str = BAD + "quick", **changes: Any) -> str:

@@ -54,7 +54,7 @@ async def test_a_full_disk_costs_the_newest_checkpoint_until_there_is_room(
 ) -> None:
     saved = on_disk(cluster.models / "solver", cluster.models / "checker")
     text = cluster.yaml(**{"checkpoint.every": 1, "checkpoint.keep": 3})
-    # Room for what is saved after the first step, not for what comes after the second.
+    # Room for the files of the first step, but not for the second's.
     with small_disk(cluster.data_dir / "full" / "checkpoints", saved * 3 // 2):
         end = await cluster.run(text, "full")
         async with cluster.client() as client:

@@ -14,7 +14,7 @@ from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, AsyncJobHandle, Notice
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 
-# At every heartbeat, however small the difference: this is no way to balance, but to move much.
+# At every heartbeat, however small the difference: not for balance, but for many moves.
 RESTLESS = {
     "inter": True,
     "threshold": 0.4,

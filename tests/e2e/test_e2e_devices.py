@@ -1,4 +1,4 @@
-"""Devices of a whole cluster: servers, trainers and ranks of a job see each its own.
+"""Devices of a whole cluster: servers, trainers and ranks of a job each see their own.
 
 The machine has none: an inventory of eight is declared, and what each process was given is read
 from its environment.

@@ -20,7 +20,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
 
 
 def states_of(standing: Standing) -> set[str]:
-    """Jobs of which the host's memory holds weights or other states."""
+    """Return the jobs whose weights or other states are in the host's memory."""
     directory = ClusterSettings(data_dir=standing.data_dir).resolved().transfer_dir
     assert directory is not None
     held = (one for root in (directory, standing.data_dir / "transfer") for one in jobs_in(root))
@@ -28,14 +28,14 @@ def states_of(standing: Standing) -> set[str]:
 
 
 async def functions_of(standing: Standing) -> set[str]:
-    """Jobs of which the reward service knows functions."""
+    """Return the jobs whose functions the reward service knows."""
     async with standing.client() as client:
         names = [one.name for one in await client.functions.list()]
         return {name.partition("/")[0] for name in names if name.startswith("ended-")}
 
 
 def jobs_in(root: Path) -> list[str]:
-    """Names of the directories that have files below, but for the transfer layer's own."""
+    """Return the names of directories with files, without the transfer layer's own."""
     if not root.is_dir():
         return []
     found = [one for one in root.iterdir() if one.is_dir() and any(one.rglob("*"))]

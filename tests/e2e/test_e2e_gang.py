@@ -26,7 +26,7 @@ RANK = "services.trainer.gang.rank"
 async def trained(
     house: House, models: Path, gang: int, *, kill: bool = False, **changes: Any
 ) -> Mapping[str, torch.Tensor]:
-    """The solver's weights after the last step, and those of its critic."""
+    """Return the solver's weights after the last step, and its critic's."""
     over: dict[str, Any] = {"pipeline.mode": "sync", "pipeline.steps": STEPS, **changes}
     over["policies.solver.trainer"] = {"gang": gang}
     # A step far above what Adam makes of rounding.

@@ -71,7 +71,7 @@ def frontier(data: Path, job_id: str, version: int) -> list[dict[str, Any]]:
 
 
 def moved(text: str, **labels: str) -> float:
-    """How many states a service moved in this way, as Prometheus is told."""
+    """Return the number of states that a service moved in this way, from its metrics."""
     total = 0.0
     for line in text.splitlines():
         if line.startswith("troupe_transfer_moves_total{") and all(
@@ -235,7 +235,7 @@ async def test_values_of_a_host_that_is_lost_for_good_are_dropped_and_the_step_g
         handle = await troupe.submit(job(models, **over))
         lost = hosts.host("left").transfer
         await reached(handle, lambda record: record.state == "running")
-        # Rows that were appended: of others nobody would ask for a value.
+        # Only appended rows: values of others would never be requested.
         async with asyncio.timeout(PATIENCE):
             while not await _rows_with_values_in(lost, handle):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -270,7 +270,7 @@ def test_a_wrong_token_reads_nothing(hosts: Hosts) -> None:
 
 
 async def _rows_with_values_in(directory: Path, handle: AsyncJobHandle) -> list[str]:
-    """Rows of which a value lies in a host's `directory`."""
+    """Return the rows with a value in a host's `directory`."""
     rows = [row for policy in POLICIES async for row in handle.samples(policy)]
     refs = {row.id: row.columns.get("reference_logprobs", {}).get("ref", "") for row in rows}
     return [row for row, ref in refs.items() if ref and (directory / ref).exists()]

@@ -96,7 +96,7 @@ async def test_a_worker_that_dies_costs_its_own_trajectories_only(tmp_path: Path
     again = [one for one in after if one.what == "start"]
     assert Counter(one.name for one in again) == Counter(lost)
     assert victim not in {one.pid for one in after}
-    # Every trajectory ends once; those of the other workers where they began.
+    # Every trajectory ends once; the other workers' trajectories end where they began.
     ends = [one for one in after if one.what == "end"]
     assert Counter(one.name for one in ends) == Counter([*unharmed, *lost])
     assert all(unharmed.get(one.name, one.pid) == one.pid for one in ends)

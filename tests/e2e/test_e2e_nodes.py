@@ -152,7 +152,7 @@ async def test_a_job_runs_on_two_nodes_and_goes_on_when_one_is_killed(
             ]
             assert holders.count(f"{handle.id}/solver") == 2
 
-            # A host is lost with all its processes. The job goes on with the other one's.
+            # A host is lost with all its processes. The job continues on the other one.
             lose(second)
             record = await handle.wait(timeout=400)
             assert record.state == "succeeded", record

@@ -130,7 +130,7 @@ async def store(redis_url: str, tmp_path: Path) -> AsyncIterator[Process]:
 
 
 async def play(agents: Agents, seen: Sequence[Payload]) -> None:
-    """Two turns of one conversation, of which each shows another payload."""
+    """Two turns of one conversation, each with a different payload."""
     first = {"role": "user", "content": ["look", seen[0]]}
     said = await agents["solver"].chat([first])
     then = {"role": "user", "content": [seen[1], "now?"]}

@@ -114,7 +114,7 @@ async def test_a_job_that_ran_is_planned_from_what_was_measured(
     assert main([*command, "--profile", str(path)]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert any("trajectories of 6 steps" in one for one in planned["measured"])
-    # Engines are what a step waits for.
+    # A step waits for engines.
     assert planned["best"]["engine_devices"] > planned["best"]["training_devices"]
     values["agents"]["second"] = values["agents"]["player"]
     other = JobSpec.model_validate(values)

@@ -230,7 +230,7 @@ async def test_best_responses_that_begin_with_the_first_weights(
 
 
 async def done(handle: AsyncJobHandle, least: int) -> None:
-    """Wait until so many steps are done: what is due after them is still to come."""
+    """Wait until this many steps are done, before the actions that are due after them."""
     async with asyncio.timeout(PATIENCE):
         while True:
             with suppress(TroupeError):  # the orchestrator comes back

@@ -150,7 +150,8 @@ async def test_three_players_whose_best_responses_begin_again(house: House) -> N
 
 
 async def test_a_population_of_networks_survives_the_orchestrator(house: House) -> None:
-    """Off-policy: buffer, members, payoffs and meta-strategies are those of a quiet run."""
+    """Off-policy: buffer, members, payoffs and meta-strategies equal those of an undisturbed
+    run."""
     text = job(policies={"player": {"network": DQN}})
     quiet = await house.client.submit(text)
     expected = await end(quiet)
@@ -248,7 +249,7 @@ async def test_every_algorithm_plays_networks(house: House, cases: list[Case]) -
         learners = {name for pool in found.pools for name in pool.learners}
         rows = [json.loads(line) for line in (house.data_dir / handle.id / "metrics.jsonl").open()]
         samples = [row["player/samples"] for row in rows if "player/samples" in row]
-        # Each query is one learner's; where nobody is drawn, everybody's.
+        # Each query trains one learner; without drawn opponents it trains all.
         expected = 4 if population["algorithm"] == "self_play" else 4 / len(learners)
         assert samples == [expected] * 4, population
 

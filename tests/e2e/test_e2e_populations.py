@@ -69,13 +69,13 @@ async def test_a_population_survives_the_orchestrator(house: House, tmp_path: Pa
         assert [one.member_id for one in pool.members] == ["player@0", "player@2", "player@4"]
         assert {cell.matches for cell in expected.cells} == {12}
         assert len(expected.history) == 3
-        # Zero-sum, so that what one side gets the other one loses.
+        # Zero-sum: one side's gain is the other's loss.
         assert all(abs(sum(cell.mean)) < 1e-9 for cell in expected.cells)
         path = house.data_dir / quiet.id / "members" / "player" / "v2"
         assert AutoModelForCausalLM.from_pretrained(path).config.hidden_size == 48
 
         troubled = await house.client.submit(text)
-        # In the first round of matches, and in that of the next iteration.
+        # In the first round of matches, and in the next iteration's round.
         for played in (0, 12):
             await until(lambda least=played: enough(api, troubled.id, least))
             pid = house.pid("orchestrator")

@@ -48,7 +48,7 @@ def share(text):
 
 
 def project(folder: Path, version: int) -> Path:
-    """A project with a package of this version, and what is not to be sent."""
+    """A project with a package of this version, and files that must not be sent."""
     files = {
         "flown_team/__init__.py": f"VERSION = {version}\n",
         "flown_team/flow.py": FLOW,

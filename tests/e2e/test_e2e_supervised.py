@@ -55,7 +55,7 @@ async def test_supervised_steps_come_first_and_rl_goes_on_from_them(cluster: Sta
         assert steps[12][f"{policy}/samples"] == 4
         assert f"{policy}/supervised/loss" not in steps[13]
         assert f"{policy}/reward/mean" in steps[14]
-    # What they were shown is what they say, before the first step of RL.
+    # They repeat the demonstrations before the first step of RL.
     assert steps[12]["evaluation/team/mean"] > steps[0]["evaluation/team/mean"] + 0.5
     assert audit.passed, audit
 
@@ -123,7 +123,7 @@ async def test_preferences_are_learned_although_services_die_and_rl_goes_on_from
         # Four rows of two replies each.
         assert [steps[n][f"{policy}/samples"] for n in range(1, 9)] == [8.0] * 8
         losses = [steps[n][f"{policy}/preference/loss"] for n in range(1, 9)]
-        # The reference is the first version, also in the trainers that began anew.
+        # The reference is the first version, also in restarted trainers.
         assert losses[0] == pytest.approx(0.6931, abs=1e-3)
         assert losses[-1] < 0.5 * losses[0]
         assert steps[8][f"{policy}/preference/accuracy"] == 1

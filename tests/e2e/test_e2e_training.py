@@ -93,7 +93,7 @@ async def test_a_tree_is_trained_in_groups_of_siblings(house: House, models: Pat
         members.setdefault(sample.group_id, []).append(sample.trajectory_id)
     drafts = {name: who for name, who in members.items() if "/solver/0/" in name}
     finals = {name: who for name, who in members.items() if "/solver/1/" in name}
-    # All drafts of a query answer the same prompt; the answers follow what was said before.
+    # All drafts of a query answer the same prompt; the answers follow the earlier messages.
     assert [sorted(Counter(who).values()) for who in drafts.values()] == [[3, 3]] * 4
     assert {n for who in finals.values() for n in Counter(who).values()} == {2}
     assert len(drafts) + len(finals) == len(members)

@@ -25,6 +25,6 @@ async def shared_stage(
 
 @pytest.fixture
 def stage(shared_stage: Stage) -> Stage:
-    """The shared one with a script that nobody has written in."""
+    """The shared one with an empty script."""
     shared_stage.begin_anew()
     return shared_stage

@@ -25,7 +25,7 @@ def client_of(agents: Any, agent: str = "solver", **options: Any) -> AsyncOpenAI
 
 
 async def test_a_tool_round_trip_is_trained_as_it_was_sampled(stage: Stage) -> None:
-    asks = "I ask. " + calls(a=3, b=4)  # "add" inside is spelled as nobody would tokenise it
+    asks = "I ask. " + calls(a=3, b=4)  # "add" inside is spelled with unusual tokens
     stage.script.speak = in_turn(says(asks), says("it is 7"))
     seen: dict[str, Any] = {}
 
@@ -155,7 +155,7 @@ async def test_sampling_and_what_is_told_of_it(stage: Stage) -> None:
     assert event.state == COMPLETED, event.reason
     cut = seen["cut"].choices[0]
     assert (cut.message.content, cut.finish_reason) == ("abc", "stop")
-    # The stop string is what the policy sampled: it is trained; what came behind it never was.
+    # The policy sampled the stop string, which is trained; nothing after it was sampled.
     assert cut.token_ids == says("abc##")[:-1]
     assert [entry.token for entry in cut.logprobs.content] == list("abc##")
     assert [entry.logprob for entry in cut.logprobs.content] == [-0.1, -0.2, -0.3, -0.4, -0.5]

@@ -37,13 +37,13 @@ class Framework(NamedTuple):
 
     program: Path
     packages: tuple[str, ...]
-    # What the policy says, and what the agent makes of it.
+    # The policy's replies, and the agent's results.
     said: tuple[str, ...]
     answer: str = "It is 7."
     # Turns whose prompt does not continue the sampled ids: the framework writes its past anew, or
     # asks without its tools.
     breaks: int = 0
-    # Whether it asks for what an endpoint only promises when `lenient`.
+    # Whether it requests options that an endpoint only accepts with `lenient`.
     lenient: bool = False
 
 

@@ -136,7 +136,7 @@ async def test_brackets_in_texts_do_not_count_as_objects(text: str) -> None:
 
 @pytest.mark.parametrize("body", [b'"' + b'\\"' * 2_000_000, b"{[" * 60_000 + b'"\\'])
 async def test_unfinished_strings_are_searched_once(body: bytes) -> None:
-    """A search that began anew at each quotation mark would take hours."""
+    """A search that restarted at each quotation mark would take hours."""
     async with served(agents_of(Gate())) as (url,), httpx.AsyncClient(timeout=PATIENCE) as client:
         answer = await client.post(url + "/chat/completions", content=b"{" * 100_001 + body)
     assert answer.status_code == 413

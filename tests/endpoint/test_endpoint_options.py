@@ -79,7 +79,7 @@ REFUSED: dict[str, Any] = {
     "vllm_xargs": {"a": 1},
     "web_search_options": {},
 }
-# What clients send by themselves, and what changes no token.
+# Options that clients send by default, and options that change no token.
 TAKEN: dict[str, Sequence[Any]] = {
     "allowed_token_ids": [None],
     "anthropic_version": ["vertex-2023-10-16"],

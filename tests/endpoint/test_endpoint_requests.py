@@ -212,7 +212,7 @@ async def test_top_k_0_is_all_tokens_as_in_a_job(path: str) -> None:
 
 
 PROMISES: Sequence[tuple[dict[str, Any], str, str, str]] = [
-    # (what is asked, a reply that keeps it, one that does not, the field)
+    # (the request's constraint, a reply that satisfies it, one that does not, the field)
     ({"tools": [ADD], "tool_choice": "required"}, calls(a=1, b=2), "7", "tool_choice"),
     ({"tools": [ADD], "tool_choice": NAMED}, calls(a=1, b=2), calls("sub"), "tool_choice"),
     (

@@ -60,7 +60,7 @@ def add(a: int, b: int) -> str:
 
 
 def are_sampled_ids(rows: Any, texts: list[str]) -> None:
-    """Every response is what was said, and each prompt begins with the one before it."""
+    """Every response is in the next prompt, and each prompt begins with the previous one."""
     assert [row.response for row in rows] == [says(text) for text in texts]
     for (prompt, response, *_), (later, *_) in pairwise(rows):
         assert later[: len(prompt + response)] == prompt + response

@@ -22,11 +22,11 @@ MOST_STEPS: Final = 4
 
 
 class AbandonedError(Exception):
-    """The store died, and nobody repeats the call."""
+    """The store died, and no client repeats the call."""
 
 
 class RosterCalls(RuleBasedStateMachine):
-    """How a call is made of which the store may die, and what the model says there is to do."""
+    """Make a call that may kill the store, and apply it to the model."""
 
     url = ""
     stage: Stage
@@ -40,7 +40,7 @@ class RosterCalls(RuleBasedStateMachine):
         self.versions = dict.fromkeys(POLICIES, 0)
         self.appended: dict[str, set[str]] = {policy: set() for policy in POLICIES}
         self.trained: dict[str, Counter[str]] = {policy: Counter() for policy in POLICIES}
-        # Tables may not know yet what the job decided.
+        # Tables may not know the job's decision yet.
         self.lagging = False
         # Trajectory -> every step that names it.
         self.names: dict[str, list[int]] = {}
@@ -90,7 +90,7 @@ class RosterCalls(RuleBasedStateMachine):
         ]
 
     def unended(self, number: int, query: str) -> list[str]:
-        """Trajectories whose ending nobody has told, whether it still counts or not."""
+        """Trajectories without a reported ending, whether it still counts or not."""
         home = self.job.home(number, query)
         names = (f"{query}-t{index}" for index in range(home.size))
         return [name for name in names if name not in home.ended]
@@ -113,7 +113,7 @@ class RosterCalls(RuleBasedStateMachine):
         return found
 
     def settle(self, data: st.DataObject | None = None) -> None:
-        """Whoever comes next completes what was decided."""
+        """The next caller completes the decision."""
         self.lagging = False
         for step in self.job.steps:
             self.do(self.stage.store.steps.settle(self.stage.job, step.number))

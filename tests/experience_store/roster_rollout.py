@@ -53,7 +53,7 @@ class RosterRollout(RosterCalls):
             complete, _ = self.attempt(data, lambda: self.stage.amend(**changes), drops=True)
             assert complete == expected
         except AbandonedError:
-            # One or the other, never half; and who comes next completes it.
+            # One or the other, never half; the next caller completes it.
             status = self.do(self.stage.status())
             if (status.query_ids, status.closed) != (
                 after.steps[step.number].queries,
@@ -129,7 +129,7 @@ class RosterRollout(RosterCalls):
                 self.appended[policy] |= set(lines)
 
     def check_group(self, home: Step, query: str, *, expected: bool) -> None:
-        """Whether its group is complete, whoever ends a trajectory of it is told."""
+        """Every ending of a trajectory returns whether its group is complete."""
         appended = self.stage.appended
         assert appended is not None
         if expected:
@@ -162,7 +162,7 @@ class RosterRollout(RosterCalls):
     def fill_as(
         self, data: st.DataObject, policy: str, name: str, row: Line, **value: Any
     ) -> bool | None:
-        """Whether it was accepted, None when nobody can know; any step that had it is named."""
+        """Return whether it was accepted (None: unknown); any step that had it is named."""
         steps = [s for s in self.job.steps if row.query in [*s.queries, *s.carried]]
         self.stage.step = data.draw(st.sampled_from(steps)).number
         (_, accepted), repeated = self.attempt(

@@ -153,7 +153,7 @@ async def test_a_waiting_claim_hears_its_own_process_without_pubsub(redis_url: s
 async def test_a_waiting_claim_is_woken_when_a_lease_runs_out(stage: Stage) -> None:
     await stage.append_all()
     assert len((await stage.claim("zombie", lease=0.2)).samples) == 4
-    # Within less than the wait: one that nobody woke would come back with nothing.
+    # Within less than the wait: a claim that was not woken would return nothing.
     response = await stage.claim("trainer", wait=PATIENCE)
     assert len(response.samples) == 4
 
@@ -220,7 +220,7 @@ async def test_renewed_leases_outlive_their_first_expiry(stage: Stage) -> None:
         with contextlib.suppress(FailedPrecondition):  # the machine was busy for longer than that
             assert await stage.renew("early", lease=600) == 1
             break
-    # The lease that nobody renewed ends later than the other one would have ended.
+    # The lease without renewal ends later than the other one would have ended.
     await stage.until({"ready": 2, "claimed": 2})
 
 
@@ -300,7 +300,7 @@ async def test_rewards_of_a_group_are_the_same_however_much_of_it_is_given_out(
     names = [name for query, name in stage.trajectories if query == "q0"]
     for name, reward in zip(names, rewards, strict=True):
         await stage.append("q0", name, [make_sample("q0", 0, name, reward=reward)])
-    # The group is found by itself, with its query, or is what is given out.
+    # The group is found by itself, with its query, or in the claim.
     for number in (1, 3, 5):
         claimed = await stage.claim(samples=number)
         assert [list(one.group_rewards) for one in claimed.samples] == [rewards] * number

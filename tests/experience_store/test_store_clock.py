@@ -19,7 +19,7 @@ pytestmark = [FAKETIME, pytest.mark.slow]
 
 @pytest.fixture
 async def jumping(tmp_path: Path) -> AsyncIterator[tuple[Stage, Callable[[int], None]]]:
-    """A job in a Redis of its own, and what sets the wall clock of that Redis, in hours."""
+    """A job in a separate Redis, and a function that sets that Redis's wall clock, in hours."""
     offset = tmp_path / "offset"
     offset.write_text("+0h")
     environment = {

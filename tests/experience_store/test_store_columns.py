@@ -78,7 +78,7 @@ async def test_required_columns_gate_readiness_and_reach_the_claimant(store: Sto
     assert await stage.fill("q_0_t", columns={"notes": column(1)}) == ("P", False)
     filled = {"ref_logprobs": column(-1, -2), "mask": column(0, 1)}
     assert await stage.fill("q_0_t", columns=filled) == ("R", True)
-    # A column that nobody required may still come while the sample is unclaimed.
+    # An optional column may still arrive while the sample is unclaimed.
     assert await stage.fill("q_0_t", columns={"late": column(3)}) == ("R", True)
     sample = (await stage.claim()).samples[0].sample
     assert sample.columns["notes"] == early

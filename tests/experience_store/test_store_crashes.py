@@ -34,7 +34,7 @@ class Life(MortalLife):
 
         async def attempt() -> None:
             number = self.crashed - crashed
-            # Who repeats the call is the same client, or one that rolled out anew.
+            # The same client repeats the call, or one that has rolled out again.
             again = number if self._rerun else 0
             rows = [
                 make_sample(query, 10 * again + turn, trajectory, policy=policy, reward=None)

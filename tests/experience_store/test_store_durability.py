@@ -58,7 +58,7 @@ async def test_a_sigkill_under_load(tmp_path: Path, fsync: str) -> None:
     some = asyncio.Event()
     writing = asyncio.create_task(append_until_killed(stage, some))
     await some.wait()
-    # In a thread: this loop goes on to send while Redis dies.
+    # In a thread: this loop continues to send while Redis dies.
     await asyncio.to_thread(server.kill)
     acknowledged = await writing
     assert 0 < len(acknowledged) < len(stage.trajectories), "killed in the midst of it"
@@ -67,7 +67,7 @@ async def test_a_sigkill_under_load(tmp_path: Path, fsync: str) -> None:
     lost = acknowledged - status.endings.keys()
     if fsync == "always":
         assert not lost
-    # `everysec` may lose what was written while a flush was under way, but never half of it.
+    # `everysec` may lose the writes during a flush, but never half of one.
     assert list((await audit(stage)).violations) == []
     for place in stage.trajectories:
         await append(stage, *place)

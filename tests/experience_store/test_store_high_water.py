@@ -154,7 +154,7 @@ async def test_only_the_oldest_uncommitted_step_goes_on_above_the_mark(
     assert error.value.value == "1"
     assert error.value.retry_after_ms
     assert error.value.remedy
-    # What has no rows takes no room, and the oldest step may always go on.
+    # A call without rows needs no room, and the oldest step may always continue.
     failed = client.append_request("q1", "b2", step=1, samples=[], reason="deadline", state=5)
     assert (await client.stub.AppendTrajectory(failed)).accepted
     await append(0, "a1")

@@ -38,7 +38,7 @@ async def _claimed(stage: Stage) -> list[store_pb.ClaimMicroBatchResponse]:
 
 
 async def _step(stage: Stage, version: int, *, kept: bool) -> list[store_pb.KeptMicroBatch]:
-    """Commit the stage's step as `version`; what it was trained on."""
+    """Commit the stage's step as `version`; return its trained samples."""
     claimed = await _claimed(stage)
     how: dict[str, Any] = {"durable": True}
     if kept:

@@ -44,7 +44,7 @@ EMPTY = store_pb.STEP_OUTCOME_EMPTY
 
 
 class Life(RuleBasedStateMachine):
-    """Calls in any order, by two claimants of which each may be the other's zombie."""
+    """Calls in any order, by two claimants, each of which may be the other's zombie."""
 
     url = ""
 
@@ -52,7 +52,7 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.database = Database(self.url)
-        # Not started: nothing but the calls below moves anything.
+        # Not started: only the calls below change state.
         self.store = Store(self.database, keep_steps=2)
         self.seen: dict[str, str] = {}
         self.delivered: dict[str, list[str]] = {}
@@ -84,7 +84,7 @@ class Life(RuleBasedStateMachine):
         clustered=st.booleans(),
     )
     def open(self, queries: int, group_size: int, redundant: int, clustered: bool) -> None:
-        # The long way of endings, that of a cluster, or the short one.
+        # The long way of endings, as in a cluster, or the short one.
         self.database.clustered = clustered
         names = tuple(f"q{number}" for number in range(queries))
         self.stage = Stage(

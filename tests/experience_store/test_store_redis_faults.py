@@ -140,7 +140,7 @@ async def test_a_full_redis_lets_those_finish_who_free_it(own: Stage, server: Re
 
 async def test_a_replica_takes_no_writes_and_says_so(own: Stage, server: RedisServer) -> None:
     with server.client() as client:
-        # Of a primary that is not there, so that it keeps what it has.
+        # Replica of a missing primary, so that it keeps its data.
         client.replicaof("127.0.0.1", str(free_port()))  # type: ignore[no-untyped-call]
         with pytest.raises(Unavailable, match="takes no writes"):
             await own.append(*own.trajectories[0])
@@ -229,7 +229,7 @@ async def opened(redis_server: RedisServer) -> AsyncIterator[RunningServer[Store
 
 
 async def test_the_service_waits_for_redis_and_is_not_serving_meanwhile(tmp_path: Path) -> None:
-    redis_server = RedisServer(tmp_path)  # not started: nobody listens on its port
+    redis_server = RedisServer(tmp_path)  # not started: its port is closed
     async with opened(redis_server) as running:
         ready = asyncio.create_task(running.become_ready())
         channel = connect(running.address, ClientSettings(retry=NO_RETRY))
@@ -241,7 +241,7 @@ async def test_the_service_waits_for_redis_and_is_not_serving_meanwhile(tmp_path
         assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(Unavailable) as error:
             await store.GetStep(question)
-        # Who waits for the store learns what the store waits for.
+        # A client that waits for the store gets the store's reason.
         assert error.value.kind == "service_starting"
         assert f"Redis at 127.0.0.1:{redis_server.port}/0" in str(error.value)
         redis_server.start()

@@ -247,7 +247,8 @@ async def lose(stage: Stage, claim: str, *samples: str) -> None:
 
 
 async def next_step(stage: Stage, claim: str) -> Response:
-    """Commit the claim, open the next step, end what is its own, and claim what came back."""
+    """Commit the claim, open the next step, end its own trajectories, and claim the returned
+    samples."""
     await stage.commit([claim], version=stage.step + 1)
     await stage.open(stage.step + 1)
     for query, trajectory in stage.trajectories:

@@ -1,5 +1,5 @@
 """The store dies at any Redis round trip of a job that uses samples twice, skips a step, is taken
-over and is dropped: its log ends as that of an undisturbed one."""
+over and is dropped: its log equals the log of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Life(MortalLife):
         self.trips = 0
 
     async def append(self, step: int) -> None:
-        """Two rows per trajectory, of which one gets its reward late."""
+        """Two rows per trajectory, one of which gets its reward late."""
         stage = self.stage
         for query, trajectory in stage.trajectories:
             rows = [
@@ -65,7 +65,7 @@ class Life(MortalLife):
         await self.call(lambda: self.stage.store.claims.drop_gone(*where))
 
     async def run(self) -> Fates:
-        """Play all steps; returns what the log says afterwards."""
+        """Play all steps; return the log afterwards."""
         stage = self.stage
         await self.call(lambda: stage.store.tables.create(stage.job, (POLICY,), [], max_uses=2))
         await self.call(partial(stage.open, 0))

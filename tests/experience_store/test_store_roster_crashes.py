@@ -164,7 +164,7 @@ async def test_nobody_repeats_an_amendment_and_the_next_who_comes_completes_it(
         stage.store = survivor
         decided = (fatal, moment) != (1, "before")
         assert (await stage.status()).closed == decided
-        # What was decided holds at once for whoever comes, whatever the tables know.
+        # The decision holds at once for all callers, whatever the tables know.
         assert await life.append("q1", 1)
         assert stage.counted == int(decided)
         await life.fill("q1", 0)
@@ -211,7 +211,7 @@ async def lagging(redis_url: str) -> Life:
 
 
 async def trains_both(life: Life) -> None:
-    """q1's rows are in step 1, those of the first attempt, and nowhere else."""
+    """q1's rows are in step 1, from the first attempt, and nowhere else."""
     stage = life.stage
     stage.step = 1
     await stage.store.sweeper.sweep()

@@ -21,7 +21,7 @@ async def test_a_step_that_is_held_open_is_not_over(held: Stage) -> None:
     await end(held, *held.queries)
     status = await held.status()
     assert (status.closed, status.sealed, status.ended, status.complete) == (False, False, 6, 3)
-    # A full micro-batch is claimed as ever; what is less might still grow.
+    # A full micro-batch is claimed as usual; a smaller one might still grow.
     assert len((await held.claim(claim="c1", samples=4)).samples) == 4
     assert (await held.claim(samples=4)).outcome == WAIT
     with pytest.raises(FailedPrecondition, match="held open") as error:
@@ -73,7 +73,7 @@ async def test_a_dropped_query_leaves_rows_and_trajectories_with_a_reason(held: 
     # What ends later is not needed: no error, and no trace.
     assert not await held.append("q1", "q1-s0-t1")
     assert not await held.fail("q2", "q2-s0-t1")
-    # A repeated append of what was accepted says so again.
+    # A repeated append of accepted rows is accepted again.
     assert (await held.status()).counts == status.counts
     assert len(await rows_left(held, 0)) == 2 * 2
     for policy in held.policies:
@@ -193,7 +193,7 @@ async def test_groups_without_signal_are_dropped_when_they_ripen(
     stage = await make_stage(store, job, drop_without_signal=True, policies=("solver",))
     for number, reward in enumerate(rewards):
         name = f"q0-s0-t{number}"
-        # Two agents share the policy: two groups, of which one always has signal.
+        # Two agents share the policy: two groups, one of which always has a signal.
         samples = [
             make_sample("q0", 0, name, agent="a", reward=reward),
             make_sample("q0", 1, name, agent="b", reward=float(number)),

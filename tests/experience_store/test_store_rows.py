@@ -166,7 +166,7 @@ def test_a_batch_is_cut_where_its_parts_end() -> None:
 
 
 def test_a_number_where_an_ending_should_be_is_none() -> None:
-    """As for protobuf, to which it is a field that nobody knows."""
+    """As in protobuf, for which it is an unknown field."""
     text = store_pb.WriteRequest(request_id="w").SerializeToString() + b"\x10\x07"
     assert not store_pb.WriteRequest.FromString(text).endings
     assert not WriteBatch.parse(text).endings

@@ -95,7 +95,7 @@ async def test_a_claim_brings_what_its_samples_begin_with(stage: Stage) -> None:
     first = await stage.claim("a", claim="c1", samples=2)
     assert (ids_of(first), list(first.stems)) == (["q0_0_q0-s0-t0", "q0_1_q0-s0-t0"], [])
     assert_same_tokens(restored(first), made.whole)
-    # Another claimant is sent what the first one holds.
+    # Another claimant gets the rows that the first one holds.
     second = await stage.claim("b", claim="c2", samples=2)
     assert [one.turn for one in second.stems] == [0, 1]
     assert_same_tokens(restored(second), made.whole)
@@ -337,7 +337,7 @@ class Conversations(RuleBasedStateMachine):
             self.do(self.store.claims.drop_gone(job, policy, step, claimant, name, gone))
 
     def leave(self, data: st.DataObject) -> None:
-        """A query leaves its step: for good, or for the next one with what it has."""
+        """A query leaves its step: for good, or for the next one with its rows."""
         query = data.draw(st.sampled_from(sorted(self.at)))
         if self.at[query] != self.stage.step:
             return
@@ -349,7 +349,7 @@ class Conversations(RuleBasedStateMachine):
         self.do(self.stage.counts())
 
     def finish(self, data: st.DataObject) -> None:
-        """The step is made; the next one begins with what is used again."""
+        """Commit the step; the next one begins with the samples that are used again."""
         stage, step = self.stage, self.stage.step
         for query in [query for query, at in self.at.items() if at == step]:
             for number in range(2):

@@ -151,7 +151,7 @@ async def test_a_step_that_is_not_there_yet_cannot_be_counted(fresh: Stage) -> N
 
 @pytest.mark.parametrize("when", MOMENTS)
 async def test_a_store_that_dies_counts_once(redis_url: str, when: str) -> None:
-    """Every call is repeated until it gets through; the rates are those of an undisturbed job."""
+    """Every call is repeated until it gets through; the rates equal an undisturbed job's."""
     database = CrashingDatabase(redis_url)
     store = Store(database)
     stage = Stage(store, new_id("job"), ("solver",), (), 4)

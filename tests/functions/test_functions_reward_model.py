@@ -18,7 +18,7 @@ ASKED = [{"role": "user", "content": "abc"}]
 
 
 def save(directory: Path, outputs: int = 1) -> Path:
-    """A random reward model beside the tokenizer of the tiny team."""
+    """A random reward model with the tokenizer of the tiny team."""
     make_model(directory)
     torch.manual_seed(3)
     config = Qwen3Config.from_pretrained(directory)

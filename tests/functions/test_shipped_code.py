@@ -84,7 +84,7 @@ def test_each_job_sees_its_own_version(versions: list[ShippedCode]) -> None:
             )
     assert current() is None
     for number, (play, names, tasks) in enumerate(loaded, start=1):
-        # Also what is imported when it runs, where no job is current any more.
+        # Also imports at run time, when no job is current any more.
         ran = asyncio.run(play(None, None, None))  # type: ignore[arg-type]
         assert ran == {"version": number, "late": number, "helper": number}
         assert names() == [

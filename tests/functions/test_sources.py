@@ -142,7 +142,7 @@ def test_sources_that_cannot_be_shipped_are_refused(project: Path, tmp_path: Pat
 
 
 class _Orchestrator:
-    """Answers `ReadCode` with files that are not those of the hash, after the first time."""
+    """Answers `ReadCode` with files of another hash, after the first time."""
 
     def __init__(self, files: list[reward_pb.SourceFile]) -> None:
         self.files, self.calls = files, 0

@@ -184,7 +184,7 @@ def test_every_call_is_answered_with_a_typed_status(target: Target) -> None:
 
 
 async def attack(target: Target) -> set[str]:
-    """Call every method again and again; returns what was answered wrongly."""
+    """Call every method repeatedly; return the wrong answers."""
     words, authorization = words_of(target), target.authorization
     methods = methods_of(target)
     assert len(methods) > 80

@@ -93,7 +93,7 @@ def test_log_probs_are_those_of_what_was_drawn(paradigm: str) -> None:
 
 
 class Turns:
-    """Two agents in turns; the last action is never legal, and copy b ends after b + 1 steps."""
+    """Two alternating agents; the last action is never legal, and copy b ends after b + 1 steps."""
 
     agents = ("a", "b")
     spaces = Spaces(observation=1, state=1, actions=3, steps=4)
@@ -253,7 +253,7 @@ def test_values_that_are_not_finite_are_reported_with_step_and_copy(
 ) -> None:
     if what == "rewards" and at == 0:
         return
-    # Copy b is over after b + 1 steps: what it says then is without meaning.
+    # Copy b ends after b + 1 steps: its later values are meaningless.
     for copy, matters in ((2, True), (0, at <= 1)):
         environment = Broken(what, value, at, copy)
         actor = Actor(environment, {"team": Seat(PPO, environment.agents)})

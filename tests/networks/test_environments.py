@@ -66,7 +66,7 @@ def test_the_first_release_moves_at_once_and_shares_the_sum_of_rewards() -> None
     assert at[2].tolist() == pytest.approx([1.05, 1.0])
     away = np.linalg.norm(at[:, None] - landmarks[0][None], axis=-1).min(axis=0).sum()
     near = np.linalg.norm(at[:, None] - at[None], axis=-1) < 0.3
-    # An agent is near itself, too: that is what the first release counts.
+    # An agent also counts as near itself, as in the first release.
     assert stepped.rewards[0].tolist() == pytest.approx([-3 * away - near.sum()] * 3, rel=1e-6)
 
 

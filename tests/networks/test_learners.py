@@ -1,5 +1,5 @@
-"""Learners go on exactly from their state, move only by what they are given, and find the optimum
-of games whose optimum is known."""
+"""Learners continue exactly from their state, change only by their input, and find the optimum of
+games with a known optimum."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_qmix_finds_what_a_sum_of_values_cannot(paradigm: str, finds: int) -> No
     ],
 )
 def test_continuous_actions_are_learned(paradigm: str, more: dict[str, Any]) -> None:
-    """Moving costs, and nobody reaches the hill in 20 steps: one learns to stand still."""
+    """Moving costs, and the hill is out of reach in 20 steps: the agent learns to stand still."""
     spec = network(paradigm, **more)
     environment = make_environment("gymnasium", 8, id="MountainCarContinuous-v0", steps=20)
     learner = make_learner(spec, environment.spaces, environment.agents, seed=1)

@@ -394,7 +394,7 @@ def test_an_agent_that_joins_late_has_no_decisions_before() -> None:
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_the_value_of_an_agent_is_bootstrapped_where_it_was_cut_off(cut: bool) -> None:
-    """Fitted values of an agent that left with 1 to come: 1, or more if its return goes on."""
+    """Fitted values of an agent that left with 1 to come: 1, or more if its return continues."""
     learning = {"paradigm": "dqn", "gamma": 0.5, "lr": 0.05, "updates": 100, "tau": 0.2}
     spec = NetworkSpec.model_validate({"hidden": [16], "learning": learning})
     environment = cast(steps=3, copies=4, a=Part(), b=Part(leaves=1, cut=cut))

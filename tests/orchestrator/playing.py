@@ -31,7 +31,7 @@ def version_of(cluster: Cluster, policy: str) -> int:
 
 
 def newer_wins(cluster: Cluster, *, zero_sum: bool = True) -> None:
-    """Payoffs that say who meets whom: whoever has learned more gets 1, and a little luck."""
+    """Payoffs that identify the members: the more trained one gets 1, plus a little luck."""
 
     def reward(ticket: rollout_pb.Ticket) -> dict[str, float]:
         alice, bob = (

@@ -252,7 +252,7 @@ async def test_workers_may_die_while_steps_overlap(cluster: Cluster) -> None:
 async def test_no_step_opens_while_the_store_is_too_full(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full store: the job goes on step by step, as if its bound were 0."""
+    """A full store: the job continues step by step, as if its bound were 0."""
     from services.experience_store import store
 
     plain = store.table_status

@@ -168,7 +168,7 @@ async def test_workers_are_balanced_each_by_itself_and_those_that_leave_not_at_a
     second.script.waiting = {"checker": 6}
     await until(lambda: second.moves == [("solver", "checker")])
     assert first.moves == []
-    # It says that it leaves: what it does now is its own business.
+    # It announced that it leaves: its further actions do not matter.
     first.draining = True
     workers = cluster.orchestrator.service._at.shared.workers  # type: ignore[union-attr]
     await until(lambda: len(workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)) == 1)

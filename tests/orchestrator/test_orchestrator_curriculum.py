@@ -66,7 +66,7 @@ async def test_tasks_within_the_band_are_asked_most(cluster: Cluster) -> None:
     assert {one.item for one in every} == set(range(ITEMS)), "none starves"
     counts = Counter(one.item % 3 for step in asked[4:] for one in step)
     assert counts[0] > 2 * max(counts[1], counts[2])
-    # What rollout workers were given is what the queries are called after.
+    # Queries are named after the tasks that rollout workers get.
     for ticket in cluster.rollouts[0].tickets:
         choice = choice_of(ticket.query_id)
         assert choice is not None

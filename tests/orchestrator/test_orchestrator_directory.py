@@ -55,7 +55,7 @@ async def test_likely_holders_come_first_and_the_dead_not_at_all(registry: Worke
         rollout(2, "h2:9", 3),
         rollout(3, "h3:9", 4),
         rollout(4, "h4:9", 4),
-        rollout(5, "", 4),  # its host serves nobody
+        rollout(5, "", 4),  # its host serves no other host
         trainer(1, "h3:9", 4),  # on one host with r3
         trainer(2, "h6:9", 4, common_pb.BINDING_STATE_RELEASED),
     ]

@@ -86,7 +86,8 @@ async def test_failures_of_several_kinds_do_not_end_a_job_that_bears_them(cluste
 async def test_a_small_step_that_fails_as_a_whole_does_not_end_the_job(
     cluster: Cluster, size: tuple[int, int]
 ) -> None:
-    """A step of one query whose row lacks its answer, or of two trajectories, is no proof."""
+    """A step with one query whose row lacks its answer, or with two trajectories, proves
+    nothing."""
     queries, group = size
     fail_where(cluster, lambda one: MISSING if one.index < queries else None)
     job_id = await cluster.submit(

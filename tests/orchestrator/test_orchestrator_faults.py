@@ -216,7 +216,7 @@ async def test_a_job_whose_last_checkpoint_is_missing_fails_and_resumed_writes_i
     assert (job.problem.field, job.problem.remedy) == ("data_dir", "Free some space.")
     texts = await cluster.notices(job_id)
     assert any("no checkpoint of solver after step 1" in text for text in texts)
-    assert job.after  # it was evaluated all the same
+    assert job.after  # it was evaluated nevertheless
     cluster.trainers[0].script.disk_full = False
     await cluster.resume(job_id)
     assert not (await finish(cluster, job_id)).kind

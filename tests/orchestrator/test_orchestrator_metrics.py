@@ -126,7 +126,7 @@ TEACHER = AlgorithmSpec.model_validate({"distillation": {"teachers": {"solver": 
     [
         ({"advantage/zero_fraction": 1.0, "grad_norm": 0.0}, AlgorithmSpec(), True),
         ({"advantage/zero_fraction": 0.9, "grad_norm": 0.1}, AlgorithmSpec(), False),
-        # A regularizer has a gradient all the same, and teaches nothing of the task.
+        # A regularizer has a gradient nevertheless, and teaches nothing about the task.
         (
             {"advantage/zero_fraction": 1.0, "grad_norm": 0.1},
             AlgorithmSpec(kl_coefficient=0.1, entropy_coefficient=0.1),

@@ -47,7 +47,7 @@ async def test_best_responses_that_begin_again(cluster: Cluster) -> None:
     assert await versions(cluster, job_id) == [
         (0, 0, False), (1, 1, False), (1, 2, True), (2, 3, False), (2, 4, True), (3, 5, False),
     ]  # fmt: skip
-    # Nobody trains on what an earlier best response has played.
+    # Games of an earlier best response are never trained on.
     assert [one.oldest_version for one in cluster.trainers[0].requests] == [0, 2, 4]
     audit = await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))
     assert not audit.violations
@@ -76,7 +76,7 @@ async def test_a_settled_learner_restarts(cluster: Cluster, algorithm: str) -> N
     assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     members = (await population(cluster, job_id)).pools[0].members
     found = {one.member_id: one.parent for one in members if one.iteration}
-    if algorithm == "league":  # main agents go on
+    if algorithm == "league":  # main agents continue
         assert found == {
             "player@1": "player@0", "player@2": "player@1", "player@3": "player@2",
             "spy@1": "spy@0", "spy@3": "spy@0", "spy@5": "spy@0",
@@ -92,7 +92,7 @@ async def test_a_settled_learner_restarts(cluster: Cluster, algorithm: str) -> N
 async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
     cluster: Cluster, moved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before or after the store has the restart: the versions are those of an undisturbed job."""
+    """Before or after the store has the restart: the versions equal an undisturbed job's."""
     newer_wins(cluster)
     quiet = await cluster.submit(game("quiet", pipeline__steps=3, population=RESTART))
     assert (await cluster.wait(quiet)).state == common_pb.JOB_STATE_SUCCEEDED

@@ -44,7 +44,7 @@ async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> N
     assert {cell.matches for cell in found.cells} == {4}
     assert found.matches_played == 24
     assert found.cells[1].mean[1] == pytest.approx(1.0, abs=0.05)
-    # Whoever is newest is best against everybody.
+    # The newest member is best against all.
     assert [dict(one.mixtures[0].probabilities) for one in found.history] == [
         {"player@0": 1.0},
         {"player@2": 1.0},
@@ -53,7 +53,7 @@ async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> N
     assert found.history[1].gains[0] == pytest.approx(1.0, abs=0.1)
     ratings = {one.member_id: one.mean for one in found.ratings}
     assert ratings["player@0"] < ratings["player@2"] < ratings["player@4"]
-    # People may talk to it, and to what a slot serves, after it has ended.
+    # Users may generate with it, and with a slot's member, after it has ended.
     for policy in ("player", "all--0"):
         await cluster.api.GeneratePolicy(
             orchestrator_pb.GeneratePolicyRequest(job_id=job_id, policy=policy, input_ids=[1]),
@@ -107,7 +107,7 @@ async def test_matches_are_listed_and_can_be_watched(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_killed_orchestrator_changes_nothing(cluster: Cluster, apart: bool) -> None:
-    """Payoffs, meta-strategies and casts are those of an undisturbed run, to the bit."""
+    """Payoffs, meta-strategies and casts equal an undisturbed run's, bit for bit."""
     newer_wins(cluster)
     section = {"algorithm": "psro", "iteration_steps": 1, "matches": {"least": 6}}
     section |= {"evaluation_slots": 2 if apart else 0, "redraw_steps": 1}
@@ -150,7 +150,7 @@ async def test_an_evaluator_that_dies_leaves_no_half_match(cluster: Cluster) -> 
     job_id = await cluster.submit(game())
 
     async def one_is_due() -> bool:
-        """Three of the first four have ended for good, and nobody plays the last one."""
+        """Three of the first four have ended for good, and the last one is not played."""
         return (await population(cluster, job_id)).matches_due == 1
 
     await until(one_is_due)
@@ -238,7 +238,7 @@ async def test_retired_versions_are_kept_while_they_may_be_drawn(cluster: Cluste
 
 @pytest.mark.parametrize("limit", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 async def test_matches_that_fail_too_often_fail_the_job(cluster: Cluster, limit: float) -> None:
-    """However many may fail: rounds of nothing but failures do not follow each other for ever."""
+    """Regardless of the limit: rounds in which all matches fail do not repeat forever."""
 
     def fail(ticket: rollout_pb.Ticket) -> str | None:
         return "the game broke" if ticket.purpose == rollout_pb.Ticket.PURPOSE_MATCH else None

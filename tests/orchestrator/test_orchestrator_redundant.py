@@ -55,7 +55,7 @@ async def test_the_first_of_a_group_are_trained(cluster: Cluster, mode: str) -> 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_members_that_are_told_late_count(cluster: Cluster, mode: str) -> None:
-    """The second of a group ends in the store first, and is told last: after the group was."""
+    """The second of a group ends first in the store, and is reported last, after the group."""
     rollout = cluster.rollouts[0]
     rollout.script.slow = lambda ticket: (0.1, 0.0, 1000, 1000)[number(ticket)]
     rollout.script.late = lambda ticket: 0.4 if number(ticket) == 1 else 0.0
@@ -99,7 +99,7 @@ async def test_with_spare_queries_and_groups_without_signal(cluster: Cluster) ->
 
 @pytest.mark.parametrize("mode", ["micro_batch", "async"])
 async def test_restarts_and_lost_workers_change_no_group(cluster: Cluster, mode: str) -> None:
-    """Workers break their streams without telling what they stored; the orchestrator dies twice."""
+    """Workers break their streams without reporting stored endings; the orchestrator dies twice."""
     await cluster.add_rollout()
     for rollout in cluster.rollouts:
         rollout.script.slow = lambda ticket: 0.03 * number(ticket)

@@ -1,4 +1,4 @@
-"""The orchestrator itself goes away and comes back; jobs wait for what they need."""
+"""The orchestrator itself restarts; jobs wait for their requirements."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ async def test_a_cancel_survives_a_restart(cluster: Cluster) -> None:
 
 
 async def test_the_loser_stops_before_its_step_does(cluster: Cluster) -> None:
-    """An orchestrator that was cut off does not go on with a step for hours."""
+    """An orchestrator that was cut off does not continue a step for hours."""
     cluster.rollouts[0].script.seconds = 1000
     job_id = await cluster.submit(job_yaml())
     await cluster.until(job_id, lambda job: "trajectories" in job.activity)

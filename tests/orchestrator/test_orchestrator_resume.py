@@ -1,4 +1,4 @@
-"""Jobs that go on under another specification, and two orchestrators for one job."""
+"""Jobs that continue with another specification, and two orchestrators for one job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_another_job_is_refused_with_the_difference(cluster: Cluster) -> N
     assert error.remedy
     with pytest.raises(InvalidArgument, match="policy"):
         await cluster.resume(job_id, job_yaml(agents__solver__policy="nobody"))
-    # Nothing has changed: it waits, and can still go on as it was.
+    # Nothing has changed: it waits, and can still continue unchanged.
     assert (await cluster.job(job_id)).state == common_pb.JOB_STATE_PAUSED
     await cluster.resume(job_id)
     assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED

@@ -21,7 +21,7 @@ MODES = ["serial", "sync", "micro_batch"]
 
 
 def varied(ticket: rollout_pb.Ticket) -> dict[str, float]:
-    """Rewards that differ within a group, but for every third query."""
+    """Rewards that differ within a group, except for every third query."""
     good = float(ticket.index % 3 == 0 or ticket.trajectory_id.endswith("t0"))
     return {"solver": good, "checker": good}
 

@@ -52,7 +52,7 @@ async def test_a_workflow_that_kills_every_worker_fails_its_job(
     assert "3 rollout workers died one after another while each " in job.problem.message
     assert cluster.rollouts[0].worker_id in job.problem.message
     assert "logs" in job.problem.remedy
-    # With the cause mended it goes on.
+    # With the cause fixed it continues.
     await cluster.add_rollout()
     await cluster.resume(job_id)
     assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
@@ -148,7 +148,7 @@ def test_deaths_that_jobs_share_fail_those_at_fault_alone(
         jobs.live_and_die(number, lambda names: data.draw(st.permutations(names)))
     assert set(jobs.failed) == deadly
     assert set(jobs.running) == others
-    # Nothing of what is over stays.
+    # Nothing remains of ended steps.
     for job, victims in jobs.running.items():
         victims.clear()
         assert jobs.deaths.may_begin(job)

@@ -18,7 +18,7 @@ WARNED = (orchestrator_pb.Notice.SEVERITY_WARNING, orchestrator_pb.Notice.SEVERI
 async def told(
     cluster: Cluster, job_id: str
 ) -> tuple[orchestrator_pb.Job, list[str], orchestrator_pb.StateChanged]:
-    """The job when it has ended, what it warned of, and its last state in the log."""
+    """Return the ended job, its warnings, and its last state in the log."""
     job = await cluster.wait(job_id)
     watch = cluster.api.WatchJob(orchestrator_pb.WatchJobRequest(job_id=job_id))
     events = [event async for event in watch]

@@ -32,7 +32,7 @@ T = TypeVar("T")
 POLICIES = ("checker", "solver")
 STEPS = 3
 QUIET = (*ENDED, common_pb.JOB_STATE_PAUSED)
-# Who asked for it may ask again; what follows is what the table allows.
+# The same request may be repeated; the next states follow the table.
 RESUMABLE = (common_pb.JOB_STATE_PAUSED, common_pb.JOB_STATE_FAILED, common_pb.JOB_STATE_CANCELLED)
 
 

@@ -1,4 +1,5 @@
-"""A Redis that may delete keys is refused, and one that is full is told to users and waited for."""
+"""A Redis that may delete keys is refused; a full one is reported to users, and jobs wait for
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Trajectories whose endings the store knows and nobody tells: no step waits for them for ever."""
+"""Trajectories whose endings the store knows but no worker reports: no step waits for them
+forever."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ async def test_a_stream_that_stays_and_says_nothing_holds_no_step(
     (row,) = await step_rows(cluster, job_id)
     assert row.values["solver/samples"] == 4, "they were trained all the same"
     assert row.values["trajectories/completed"] == 2
-    # Where the second came last, nobody told, either, that the redundant ones were withdrawn.
+    # If the second came last, no worker reported that the redundant ones were withdrawn, either.
     assert 2 <= row.values["trajectories/unseen"] <= 2 + 2 * redundant
     tables = (await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))).tables
     assert tables.trajectories_by_state["COMPLETED"] == 4
@@ -167,7 +168,7 @@ async def test_an_end_reported_after_it_was_given_up_counts_once() -> None:
 
 
 async def test_last_words_are_not_waited_for_while_a_worker_rests() -> None:
-    """Its stream broke: nobody will tell. The worker pauses before it is given more."""
+    """Its stream broke: no report will come. The worker pauses before it gets more work."""
     async with Play(ended(IDS[1], group_complete=True)) as play:
         play.worker.breaks.set()
         await play.finished()

@@ -108,7 +108,7 @@ def entry(policy: str, version: int, step: int) -> store_pb.PolicyVersion:
         ({}, 0, {}, None),
         ({}, 0, {"solver": (0, 0)}, None),
         ({"solver": 0, "checker": 0}, 0, {"solver": (0, 0), "checker": (3, 3)}, None),
-        # The store may be ahead: a commit that nobody has reported.
+        # The store may be ahead, by an unreported commit.
         ({"solver": 1, "checker": 1}, 1, {"solver": (2, 2), "checker": (1, 1)}, None),
         # Steps that were skipped count, and restarts do not.
         ({"solver": 0, "checker": 3}, 2, {"solver": (0, 2), "checker": (3, 2)}, None),

@@ -1,4 +1,5 @@
-"""`Histories` and the copies of a game that are played from them, beside OpenSpiel's own play."""
+"""`Histories` and the copies of a game that are played from them, compared with OpenSpiel's own
+play."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def returns(env: GameCopies, seeds: range) -> np.ndarray:
 
 
 def test_games_are_worth_what_they_are_worth(histories: Histories) -> None:
-    """Against a pool, by turns of seats, and all players as agents."""
+    """Against a pool, in alternating seats, and with all players as agents."""
     form, rng = histories.form, np.random.default_rng(1)
     pools, plans = [], []
     for player, legal in enumerate(histories.legal):
@@ -139,4 +140,4 @@ def test_bad_input() -> None:
         env.against(1, [tree.uniform(1)], [0.5])
     env.reset(0)
     with pytest.raises(InvalidArgument, match="illegal move in copy 0"):
-        env.step(np.zeros((4, 1), dtype=np.int64))  # nobody folds what costs nothing
+        env.step(np.zeros((4, 1), dtype=np.int64))  # no player folds at no cost

@@ -13,7 +13,7 @@ from troupe.populations.solvers import marginals, project, projected_replicator,
 
 PENNIES = zero_sum([[1, -1], [-1, 1]])
 ROCK = zero_sum([[0, -1, 1], [1, 0, -1], [-1, 1, 0]])
-# Rock counts double: 1/4, 1/2, 1/4 (by hand: nobody gains by a change).
+# Rock counts double: 1/4, 1/2, 1/4 (by hand: no player gains by a change).
 HEAVY = zero_sum([[0, -1, 2], [1, 0, -1], [-2, 1, 0]])
 CHICKEN = np.array([[[0, 7], [2, 6]], [[0, 2], [7, 6]]], dtype=float)
 DILEMMA = np.array([[[3, 0], [5, 1]], [[3, 5], [0, 1]]], dtype=float)

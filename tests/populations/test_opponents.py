@@ -37,7 +37,7 @@ def test_a_main_agent_meets_itself_and_whom_it_does_not_beat() -> None:
     found = league_opponents(MAIN, ALL, wins)
     assert found["main"] == pytest.approx(0.35)
     assert found["main@1"] == 0
-    # PFSP: (1 - 0.5)^2 to 1; and what it was exploited by, besides.
+    # PFSP: (1 - 0.5)^2 to 1; in addition, the members that exploited it.
     assert found["main@2"] == pytest.approx(0.5 * 0.2)
     assert found["hunter@1"] == pytest.approx(0.5 * 0.8 + 0.15)
     assert league_opponents(MAIN, [MAIN], {}) == {"main": 1.0}

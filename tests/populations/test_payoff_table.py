@@ -26,7 +26,7 @@ def test_means_and_variances_are_those_of_the_matches() -> None:
     assert cell.matches == 50
     assert cell.mean == pytest.approx(played.mean(0))
     assert cell.variance == pytest.approx(played.var(0, ddof=1))
-    # Student's, with 49 degrees of freedom. Whoever is alone in a table is as others are.
+    # Student's, with 49 degrees of freedom. A cell alone in a table is like any other.
     width = pytest.approx(2.0095752 * played.std(0, ddof=1).max() / math.sqrt(50))
     assert cell.half_width() == cell.half_width(table.pooled) == width
     with pytest.raises(ValueError, match=r"\(0, 0\) have not played"):

@@ -1,4 +1,4 @@
-"""PSRO with learned best responses: what a member does, training in stretches, pipelines."""
+"""PSRO with learned best responses: a member's play, training in stretches, pipelines."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_payoffs_are_played_where_they_are_asked_for() -> None:
         assert cell.matches == 500
         plans = [pool[k] for pool, k in zip(psro.meta_game.pools, members, strict=True)]
         assert np.abs(cell.mean - form.values(plans)).max() <= 2.5 * cell.half_width() + 1e-12
-    # Measured in the whole game all the same.
+    # Measured in the whole game nevertheless.
     assert found[1].nash_conv == pytest.approx(form.nash_conv(found[1].plans))
 
 

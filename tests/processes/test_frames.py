@@ -1,4 +1,4 @@
-"""Frames: what is written is read, by each of the readers, whatever comes."""
+"""Frames: every written frame is read, by each of the readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tethered processes: what they run, and that they end with their parent."""
+"""Tethered processes: their commands, and their end with their parent."""
 
 from __future__ import annotations
 

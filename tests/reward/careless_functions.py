@@ -29,7 +29,7 @@ _handles: list[Any] = []
 
 
 def state() -> dict[str, Any]:
-    """What a function finds in its process, and whether what it needs works."""
+    """Return a function's surroundings in its process, and whether they work."""
     print("printed")
     print("printed", file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Functions that start other processes in every way, of which each tries to answer for them.
+"""Functions that start other processes in every way, each of which tries to answer for them.
 
 Standard library only: they run in sandboxes, too.
 """

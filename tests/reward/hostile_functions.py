@@ -70,7 +70,7 @@ def memory_hog(mib: int, processes: int) -> list[int]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     hogs = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(processes)]
     for hog in hogs:
-        hog.stdout.readline()  # it has what it wants, or is dead
+        hog.stdout.readline()  # it has succeeded, or is dead
     for hog in hogs:
         hog.stdin.close()
     return [hog.wait() for hog in hogs]
@@ -128,7 +128,7 @@ def stubborn() -> None:
 
 
 def forges(text: str) -> None:
-    """Writes what is no answer where answers are read."""
+    """Write an invalid answer where answers are read."""
     for descriptor in range(3, 64):
         try:
             os.write(descriptor, text.encode())
@@ -153,7 +153,7 @@ def counts_in_background(path: str) -> None:
 
 
 def waits_for(path: str) -> str:
-    """What another call wrote there; a file is there before what is in it."""
+    """Return another call's text there; a file exists before its content."""
     while not (Path(path).exists() and (text := Path(path).read_text())):
         time.sleep(0.01)
     return text
@@ -167,7 +167,7 @@ def looks_twice(path: str, seconds: float) -> list[bool]:
 
 
 def attacks_its_supervisor() -> list[str]:
-    """What came of reading its memory and its files; a signal comes to nothing."""
+    """Return the results of reading its memory and its files; a signal has no effect."""
     os.kill(1, signal.SIGKILL)
     os.kill(1, signal.SIGTERM)
     found = []

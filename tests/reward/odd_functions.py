@@ -1,4 +1,4 @@
-"""Functions that end as nobody thought of. Standard library only."""
+"""Functions that end in unexpected ways. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 class _Mute(Exception):
-    """Cannot even say what it is about."""
+    """Raise an error without a printable message."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")

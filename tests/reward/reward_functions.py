@@ -114,7 +114,7 @@ def wide(size: int, i: int) -> Any:
 
 
 def mixed(i: int, end: str) -> Any:
-    """Ends as it is told to."""
+    """End in the requested way."""
     if end == "raise":
         raise ValueError(i)
     if end == "nan":

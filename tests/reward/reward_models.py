@@ -1,4 +1,4 @@
-"""Models as rewards: what a team of users would write. Tiny, of a fixed seed, on any device."""
+"""Models as rewards, as users would write them. Tiny, with a fixed seed, on any device."""
 
 from __future__ import annotations
 

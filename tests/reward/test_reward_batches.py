@@ -58,7 +58,7 @@ async def test_results_in_order_and_each_error_its_own(client: Client) -> None:
             *(Kind.KIND_WORKER_DIED, 0),
             *(Kind.KIND_OUT_OF_MEMORY, 0, Kind.KIND_BAD_ARGUMENTS),
         ]
-        # Who comes back finds what there was.
+        # A returning caller finds the earlier result.
         again = await client.stub.InvokeBatch(request)
         assert list(again.responses) == list(responses)
 

@@ -1,4 +1,4 @@
-"""Layers of a sandbox beside namespaces: system calls, and files by landlock."""
+"""Layers of a sandbox in addition to namespaces: system calls, and files by landlock."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs t
 
 
 class Recorder:
-    """A backend that does nothing but remember."""
+    """A backend that only records its calls."""
 
     name = "recorder"
 
@@ -107,7 +107,7 @@ def test_affinity_reaches_children(spinner: subprocess.Popen[bytes]) -> None:
     for process in (*children, spinner):
         process.kill()
         process.wait()
-    manager.grant(lease)  # of a process that is gone: nothing to be told, nobody to be harmed
+    manager.grant(lease)  # of a process that is gone: nothing to report, nothing to harm
 
 
 def test_more_cores_than_there_are() -> None:

@@ -31,7 +31,7 @@ v1 = pytest.mark.skipif(
 
 @pytest.fixture
 def spinner() -> Iterator[psutil.Process]:
-    """A process that does nothing but run."""
+    """A process that only runs."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield psutil.Process(process.pid)
@@ -107,7 +107,7 @@ def test_a_frozen_process_uses_no_cpu_and_ends_when_forgotten(
 @v1
 def test_processes_that_a_killed_service_left_frozen_are_ended(spinner: psutil.Process) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()  # an id that nobody has
+    child.wait()  # an unused id
     left = ControlGroups(CGROUPS, f"troupe-test-{(stem := new_id())}-{child.pid}.0")
     left.adopt("w", [spinner.pid])
     left.freeze("w")

@@ -81,7 +81,7 @@ def test_redis_answers_as_the_bucket_does(
 
 
 class Service:
-    """A quota manager and what waits for it: as the runtime uses it."""
+    """A quota manager and its waiting calls, as in the runtime."""
 
     def __init__(self, buckets: LocalBuckets | RedisBuckets, limits: QuotaLimits) -> None:
         self.queue: list[int] = []

@@ -1,4 +1,4 @@
-"""Code that is not to be trusted: it gets a typed error in time, and nobody else is harmed."""
+"""Untrusted code: it gets a typed error in time, and harms no other call."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ Kind = reward_pb.InvocationError
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), BUBBLEWRAP]
 TOOLS = {"memory_mib": 1024, "disk_mib": 64, "processes": 64, "version": "tools"}
 
-# Looks into every process that it finds, writes an answer into whatever it can open, and goes on.
-# It is told how often to.
+# Looks into every process that it finds, writes an answer into every file that it can open, and
+# continues. Its argument is the number of rounds.
 ATTACK = r"""
 import ctypes, glob, os, signal, struct, sys, time
 body = b'["ok", "123.0", ""]'

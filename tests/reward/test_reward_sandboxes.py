@@ -40,7 +40,7 @@ def function(name: str, source: Path | None = None, **fields: Any) -> Registered
 
 
 class Trajectory:
-    """Calls functions in its sandbox, of which it knows as rollout does."""
+    """A caller of functions in its sandbox, with rollout's knowledge of it."""
 
     def __init__(self, sandboxes: SandboxManager, source: Path | None = None) -> None:
         self.sandboxes, self.source = sandboxes, source

@@ -140,7 +140,7 @@ async def test_every_bad_end_is_one_typed_error(
     error = await client.run(name, **fields)
     assert error.kind == kind, error
     assert says in error.message
-    # The worker, or its successor, goes on.
+    # The worker, or its successor, continues.
     assert await client.run("score", {"answer": "", "expected": ""}) == 1.0
 
 

@@ -186,7 +186,7 @@ PACK = {"pack/__init__.py": "", "pack/rule.py": "def score(x):\n    return x + 5
 
 @BUBBLEWRAP
 async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
-    """The first program in it, without an engine: what it reads, and what it imports then."""
+    """The first program in it, without an engine: its input, and its imports."""
     sources = SourceStore(tmp_path / "kept")
     before = os.umask(0o077)
     sha = sources.put(files(PACK))

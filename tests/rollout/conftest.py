@@ -63,7 +63,7 @@ def workshop() -> EngineFactory:
 async def house(
     tmp_path: Path, store_process: ServiceProcess, workshop: EngineFactory
 ) -> AsyncIterator[House]:
-    """A rollout service that has an experience store, and plays that nobody has begun."""
+    """A rollout service with an experience store, and plays that have not begun."""
     plays.RELEASED = asyncio.Event()
     worlds.reset()
     async with open_house(tmp_path, store=store_process.address, make=workshop) as house:

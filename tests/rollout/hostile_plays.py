@@ -21,7 +21,7 @@ from troupe.workflow import ToolError, TurnError, WorkflowError
 
 
 class Unreadable(WorkflowError):
-    """A user's own, made without what the base class sets."""
+    """A user's own error, made without the base class's attributes."""
 
     def __init__(self) -> None:
         pass
@@ -293,7 +293,7 @@ ITEMS: dict[str, tuple[Callable[[], Any], str | None]] = {
 
 
 class Items:
-    """Tasks of which each item is another way to fail; `len` works once."""
+    """Tasks, each item of which fails in another way; `len` works once."""
 
     def __init__(self, split: str) -> None:
         self._asked = 0

@@ -21,7 +21,7 @@ RELEASED: asyncio.Event | None = None
 
 
 def go_on() -> None:
-    """Let `waits` go on."""
+    """Let `waits` continue."""
     assert RELEASED is not None
     RELEASED.set()
 

@@ -118,7 +118,7 @@ async def test_a_turn_that_is_generated_is_dropped_and_its_tokens_are_counted(
 
 async def test_an_aborted_evaluation_tells_no_store(tmp_path: Path) -> None:
     plays.RELEASED = asyncio.Event()
-    async with open_house(tmp_path) as house:  # there is no store at all
+    async with open_house(tmp_path) as house:  # there is no store
         await house.prepare("waits")
         running = asyncio.create_task(house.run(evaluation(2)))
         await until(lambda: len(house.service._runner) == 2)
@@ -163,7 +163,7 @@ async def test_trajectories_that_the_store_dropped_end_as_aborted(house: House) 
     running = asyncio.create_task(house.run(training()))
     await until(lambda: len(house.service._runner) == 4)
     await amend(house, step=0, drop_query_ids=["q1"], drop_reason="surplus", close=True)
-    plays.go_on()  # nobody has told this worker
+    plays.go_on()  # this worker was not told
     ended = await running
     assert {ended[f"q0-s0-t{n}"].state for n in (0, 1)} == {COMPLETED}
     assert {ended[f"q1-s0-t{n}"].state for n in (0, 1)} == {ABORTED}
@@ -228,7 +228,7 @@ async def test_a_listener_of_a_released_job_gets_an_error(house: House) -> None:
     listener = await runner.listen(job, 0, evaluation(2))
     async with asyncio.timeout(PATIENCE):
         await runner.cancel(house.job_id)  # in the same turn of the event loop
-        assert len(runner) == 0  # else whoever asks for them again would wait for ever
+        assert len(runner) == 0  # otherwise a repeated request would wait forever
         with pytest.raises(Unavailable, match="was cancelled"):
             async for _ in listener.bundles():
                 pass

@@ -33,7 +33,7 @@ ATTACHED: dict[str, Any] = {
 
 
 class Servers(Workshop):
-    """Attached servers, some of which are absent; embedded engines stand in for them."""
+    """Attached servers, some of which are absent, with embedded engines as stand-ins."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ def slow(x):
 
 
 class Counting:
-    """A stub that counts what it is asked."""
+    """A stub that counts its calls."""
 
     def __init__(self, stub: Any) -> None:
         self._stub, self.asked = stub, Counter[str]()

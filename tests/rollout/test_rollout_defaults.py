@@ -32,7 +32,7 @@ def configuration(**values: Any) -> PretrainedConfig:
     return config
 
 
-# By policy of the README's job: what a checkpoint of this size says of itself.
+# By policy of the README's job: the configuration of a checkpoint of this size.
 CHECKPOINTS = {
     "big": {"hidden_size": 2560, "max_position_embeddings": 40_960, "dtype": "bfloat16"},
     "small": {"hidden_size": 1024, "max_position_embeddings": 40_960, "dtype": "bfloat16"},

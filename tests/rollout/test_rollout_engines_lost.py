@@ -112,7 +112,7 @@ async def test_an_engine_that_never_answers_ends_with_the_turn_or_the_trajectory
         assert engine.load().running + engine.load().waiting == 0
         if "waiting for its query" not in event.reason:  # as on a machine that is busy
             break
-    # The turn is bounded by what is left of the trajectory: either deadline may be named.
+    # The trajectory's remaining time bounds the turn: either deadline may be named.
     assert "solver" in event.reason or "policy 'big'" in event.reason
 
 

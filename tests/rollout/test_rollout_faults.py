@@ -75,7 +75,7 @@ async def test_a_reward_service_that_is_killed_costs_time_only(
         running = asyncio.create_task(house.run(training(1, 2)))
         begun = 0
         for _ in range(kills):
-            # As soon as one has begun anew: none may end before the last kill.
+            # As soon as one has restarted: none may end before the last kill.
             await calls(traces, begun + 1)
             reward.kill()
             await asyncio.sleep(0.5)
@@ -187,7 +187,7 @@ async def test_a_store_above_its_high_water_mark_is_waited_for(tmp_path: Path) -
             await house.prepare("one_turn")
             await house.open_step(step=0)
             await house.open_step(step=1)
-            # The oldest step goes on, or nothing ever would.
+            # The oldest step continues, otherwise nothing ever would.
             ended = await house.run(training(step=0), step=0)
             assert {e.state for e in ended.values()} == {COMPLETED}
             running = asyncio.create_task(house.run(training(step=1), step=1))

@@ -69,7 +69,7 @@ async def test_the_first_go_on_before_the_last_have_entered() -> None:
 
     await asyncio.gather(*(pass_through(n) for n in range(64)))
     assert entered == list(range(64))
-    # Whoever asks for a turn does so while others have not even begun.
+    # Some trajectories request turns while others have not even begun.
     assert went_on[0] < 32
     assert gate._inside == 0
 
@@ -105,7 +105,7 @@ async def test_trajectories_whose_turns_end_together_go_on_a_few_per_round_of_th
     ("each", "most"), [(0.001, 4), (0.01, 3), (0.035, 1)], ids=["short", "longer", "long"]
 )
 async def test_a_round_of_the_loop_ends_when_its_computing_is_spent(each: float, most: int) -> None:
-    """`each`: seconds that a trajectory computes when it goes on; `most` of them fit."""
+    """`each`: seconds that a trajectory computes when it continues; `most` of them fit."""
     computed = 0.0
     turnstile = Turnstile(lambda: computed)
     loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """A trajectory leaves nothing behind that only the garbage collector could free.
 
-A cycle keeps all that was said until the collector comes, which then walks the conversations of
-thousands of trajectories, for tenths of a second in which no turn goes on.
+A cycle keeps the conversation until the collector runs, which then walks the conversations of
+thousands of trajectories, for tenths of a second in which no turn continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAJECTORIES = 8
 
 @contextmanager
 def leftovers() -> Iterator[Counter[str]]:
-    """What each trajectory left meanwhile that nobody can reach and that is not freed, by type."""
+    """Return the unreachable objects that trajectories left unfreed, by type."""
     found: Counter[str] = Counter()
     gc.collect()
     gc.disable()
@@ -62,7 +62,7 @@ def leftovers() -> Iterator[Counter[str]]:
 async def test_a_trajectory_is_freed_when_it_ends(rewarded_house: House, workflow: str) -> None:
     tools = {"add": {"entrypoint": f"{PLAYS}:add"}} if workflow == "uses_tool" else {}
     await rewarded_house.prepare(workflow, tools=tools)
-    await rewarded_house.run(evaluation(1, index=7))  # what is made once for a job
+    await rewarded_house.run(evaluation(1, index=7))  # objects made once per job
     with leftovers() as found:
         endings = await rewarded_house.run(evaluation(TRAJECTORIES))
         await asyncio.sleep(0.1)  # the call's own ending

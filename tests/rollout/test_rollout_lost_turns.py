@@ -96,7 +96,7 @@ async def test_an_engine_that_dies_with_the_last_token_drawn_has_ended_the_turn(
     await settle()
     holders = {name: next(e for e in (first, second) if name in e.held) for name in ("said", "cut")}
     holders["said"].die(drew(3, "stop", version=4))
-    holders["cut"].die(drew(5, "length"))  # there was no room for more
+    holders["cut"].die(drew(5, "length"))  # no room was left
     generation = await asyncio.wait_for(said, PATIENCE)
     assert (generation.token_ids, generation.finish_reason) == ([20, 21, 22], "stop")
     assert generation.versions == [VersionSpan(4, 0, 3)]

@@ -150,7 +150,7 @@ async def test_a_removed_engine_ends_its_turns_and_gets_no_more() -> None:
     first.answer("held")
     await held
     router.add(first)  # type: ignore[arg-type]
-    # Back with other weights and an empty cache: it is nobody's home.
+    # Back with other weights and an empty cache: it is no conversation's home.
     assert idle.engine_id is None
     await settle()
     assert list(first.held) == ["r4"]
@@ -204,7 +204,7 @@ def test_property_no_turn_is_lost_and_no_limit_exceeded(
                     router.add(engine)
                 here ^= {engine.engine_id}
             await settle()
-            # An engine that left with two turns and came back is counted anew.
+            # An engine that left with two turns and came back is counted from zero.
             assert all(len(e.held) <= 2 for e in engines) or "move" in moves
         for engine in engines:
             engine.state = HEALTHY

@@ -41,7 +41,7 @@ async def test_a_long_conversation_waits_for_its_full_engine_but_not_for_a_lost_
     waits = ask(router, "c/1", home, prompt=4000)
     await settle()
     assert (len(second.held), router.waiting) == (1, 1)
-    waits.cancel()  # then it is no load any more
+    waits.cancel()  # then it is not a load any more
     await asyncio.gather(waits, return_exceptions=True)
     assert router.waiting == 0
     waits = ask(router, "c/1", home, prompt=4000)
@@ -52,7 +52,7 @@ async def test_a_long_conversation_waits_for_its_full_engine_but_not_for_a_lost_
     assert ("c/1" in first.held, router.waiting) == (True, 0)
     short = ask(router, "c/2", home, prompt=100)
     await settle()
-    assert "c/2" in second.held  # read anew in no time
+    assert "c/2" in second.held  # prefilled again instantly
     second.answer("c/2")
     await short
     home.routed = next(one for one in router._routed.values() if one.engine is first)
@@ -155,7 +155,7 @@ async def test_kinds_of_turns_go_to_the_devices_that_fit() -> None:
         await settle()
         engines[0].answer(f"g{n}", tokens=1)
         await task
-    # Of what is declared nowhere the router learns that it draws much for what it reads.
+    # The router learns that undeclared turns draw much for their prompts.
     for n in range(20):
         task = ask(router, f"m{n}", domain="math", agent="solver")
         await settle()

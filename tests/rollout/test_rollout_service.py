@@ -49,7 +49,7 @@ async def test_a_step_of_two_policies_ends_as_rows_in_the_store(house: House) ->
     assert first.group_id == "q1/solver"
     assert first.temperature == 1.0
     prompt, response = ids(first.prompt_ids), ids(first.response_ids)
-    # Token ids end to end: the second prompt begins with what was generated, as it was generated.
+    # Token ids end to end: the second prompt begins with the generated ids, unchanged.
     assert ids(last.prompt_ids)[: len(prompt + response)] == prompt + response
     assert len(tensors.from_proto(first.logprobs)) == len(response)
     assert [(v.version, v.start, v.end) for v in first.versions] == [(0, 0, len(response))]

@@ -96,7 +96,7 @@ async def test_half_of_the_engines_load_while_the_others_serve_where_steps_overl
 
 
 class RecordingTransfer(Transfer):
-    """Knows what it was asked to fetch."""
+    """A source that records its fetches."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

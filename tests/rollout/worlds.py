@@ -12,7 +12,7 @@ from typing import Any
 from services.rollout.trajectories.watchdog import IN_WORKFLOW
 from troupe.workflow.errors import EnvironmentFault
 
-# By trajectory: what was said in each attempt.
+# By trajectory: the messages of each attempt.
 SAID: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
 STUCK: list[int] = []
 CHILDREN: list[int] = []

@@ -194,7 +194,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingProxy]:
     for name in VARIABLES:
         monkeypatch.setenv(name, proxy.url)
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy", "TROUPE_PROXY"):
-        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.setenv(name, "")  # so that the settings below are undone
         monkeypatch.delenv(name)
     yield proxy
     proxy.close()

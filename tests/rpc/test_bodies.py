@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests: whole, refused or given up; what they hold is given back."""
+"""Bodies of HTTP requests: complete, refused or abandoned; their memory is released."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_with_any_number_of_slots_policies_stay_near_and_the_rest_is_balanced(
 def test_the_oldest_work_comes_first_and_who_has_none_gives_way() -> None:
     policies = [bound("idle"), Policy("new", work=3, since=9), Policy("old", work=1, since=5)]
     assert moves(policies, ONE) == [Suspend("idle", "old"), Prefetch("old", ("w0",))]
-    # While it leaves nobody else is sent away, and nobody comes.
+    # While it leaves, no other policy is sent away, and none comes.
     policies[0] = replace(policies[0], leaving=True, busy=True)
     assert moves(policies, ONE) == [Prefetch("old", ("w0",))]
     policies[0] = replace(policies[0], leaving=False, busy=False, bound=(), wanted=False)
@@ -102,7 +102,7 @@ def test_a_quantum_is_at_least_twice_what_the_last_swap_cost() -> None:
     assert plan.moves == (Prefetch("old", ("w0",)),)
     assert plan.again == 119.0
     assert moves([young, old], ONE, 119.0)[0] == Suspend("young", "old")
-    # A short swap leaves the quantum as it is, and who has no work leaves at once.
+    # A short swap does not change the quantum, and a policy without work leaves at once.
     assert decide(RULES, [replace(young, swap=0.5), old], ONE, 100.0).again == 101.0
     assert moves([replace(young, work=0), old], ONE, 100.0)[0] == Suspend("young", "old")
 
@@ -114,13 +114,13 @@ def test_a_prefetched_policy_binds_while_the_idle_one_leaves() -> None:
     # Also when it was told to leave before the other had been brought.
     leaving = [bound("idle", size=40, leaving=True, busy=True), ready]
     assert moves(leaving, ONE) == [Bind("ready", ("w0",))]
-    # Whose state is not there waits, and so does whose state has no room beside the other's.
+    # A policy waits if its state is missing, or has no room next to the other's.
     far = replace(ready, prefetched=frozenset())
     assert moves([leaving[0], far], ONE) == [Prefetch("ready", ("w0",))]
     small = [replace(ONE[0], memory=79)]
     assert moves(policies, small) == [Suspend("idle", "ready")]
     assert moves(leaving, small) == []
-    # So does who was never bound: nobody knows what it takes.
+    # So does a policy that was never bound, whose costs are unknown.
     new = replace(ready, size=0)
     assert moves([leaving[0], new], small) == []
     assert moves([leaving[0], new], ONE) == [Bind("ready", ("w0",))]
@@ -176,8 +176,8 @@ def test_a_gang_takes_as_many_devices_of_as_few_workers_on_as_few_hosts() -> Non
 
 
 def test_gangs_of_any_number_of_slots_spread_over_all_workers() -> None:
-    """Five gangs of two workers on six: nobody shares while workers are free, then the least loaded
-    group is shared."""
+    """Five gangs of two workers on six: no gang shares while workers are free, then the least
+    loaded group is shared."""
     workers = [RankWorker(f"w{i}", devices=4, host=f"h{i}") for i in range(6)]
     gangs = [Policy(f"p{i}", work=1, since=i, ranks=8, size=1) for i in range(5)]
     placed = {one.policy: one.workers for one in moves(gangs, workers)}
@@ -201,7 +201,7 @@ def test_a_gang_that_workers_cannot_form_reports_the_most_ranks() -> None:
     assert problem is not None
     assert (problem.ranks, problem.most) == (3, 2)
     assert moves([gang], TWO) == []
-    assert too_many_ranks(gang, []) is None  # nobody is there yet
+    assert too_many_ranks(gang, []) is None  # no policy is there yet
     assert too_many_ranks(gang, [*TWO, RankWorker("w2")]) is None
     # Neither another class of devices nor a worker that lends none is of use, nor one without room.
     for odd in ({"device": "cuda"}, {"lends": False}):
@@ -222,7 +222,7 @@ def test_policies_share_a_group_or_its_leader_or_keep_away_from_it() -> None:
     held = replace(first, bound=("w1", "w0"), work=0)
     # The leader stays who it is.
     assert moves([held, second], many) == [Bind("second", ("w1", "w0"))]
-    # A smaller policy has a place where the group is led, but not on what is lent.
+    # A smaller policy has a place on the group's leader, but not on lent workers.
     small = Policy("small", work=1, since=3)
     assert moves([held, small], many) == [Bind("small", ("w1",))]
     busy = replace(held, busy=True)
@@ -236,7 +236,7 @@ def test_policies_share_a_group_or_its_leader_or_keep_away_from_it() -> None:
     assert moves([*everywhere, first], many) == [Suspend("idle", "first")]
     four = replace(second, ranks=3)
     assert moves([busy, four], [*many, RankWorker("w2")]) == []
-    # A part of a group that was lost is joined by nobody.
+    # No policy joins a part of a lost group.
     assert moves([busy, second], [many[0], RankWorker("w2"), RankWorker("w3")]) == [
         Bind("second", ("w2", "w3"))
     ]
@@ -323,7 +323,7 @@ def test_prefetch_needs_room_next_to_the_computing_policy() -> None:
         bound("x", "w1", work=1, since=0, size=20),
         Policy("b", work=1, since=1, size=60),
     ]
-    # It will go where the younger... nobody younger is there: older work is not disturbed.
+    # It waits, since no younger policy is there: older work is not disturbed.
     workers = [RankWorker("w0", slots=1, memory=100), RankWorker("w1", slots=1, memory=100)]
     assert moves(policies, workers) == []
     policies[0] = replace(policies[0], since=5, bound_at=99.0)

@@ -97,7 +97,7 @@ def test_every_plan_is_sound(
     policies, workers = table
     plan = decide(RULES, policies, workers, now)
     by_name = {one.policy: one for one in policies}
-    # The same whatever the order of what it is told.
+    # The same for every order of its input.
     shuffled, others = list(policies), list(workers)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     random.shuffle(others)  # type: ignore[attr-defined]
@@ -130,8 +130,8 @@ def test_every_plan_is_sound(
             if len(some) > 1:
                 assert all(worker.lends for worker in some)
                 assert len({worker.device for worker in some}) == 1
-    # Memory holds before anybody that was told to leave has left, and so do slots, but for those
-    # that are taken by who was brought there before.
+    # Memory suffices before any leaving policy has left, and so do slots, except for slots taken by
+    # policies bound earlier.
     binds = {move.policy: move.workers for move in plan.moves if isinstance(move, Bind)}
     leave = {move.policy for move in plan.moves if isinstance(move, Suspend)}
     for worker in workers:

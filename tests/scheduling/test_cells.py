@@ -159,10 +159,10 @@ def test_a_large_model_gets_its_cell_whatever_small_ones_are_wanted() -> None:
         Model("c", 1),
     ]
     made = plan(4, models, ["large", "a", "b", "c"])
-    # Nobody begins anything on the four devices but who waits for all of them.
+    # Only the service that waits for all four devices begins on them.
     assert made.cells == {}
     assert made.room == {}
-    # Where there is another place, they go on.
+    # If there is another place, they continue.
     made = plan(8, models, ["large", "a", "b", "c"])
     assert made.cells["large"] == DeviceCell(4, 4)
     assert made.room == {"large": 1, "a": 7, "b": 1, "c": 1}
@@ -227,7 +227,7 @@ def test_a_plan_touches_nothing_that_runs_and_never_stands_still(
     # The first that is wanted runs, or waits for something that runs.
     if wanted:
         assert made.room.get(wanted[0], 0) or busy
-    # Whoever has room is there, or will be.
+    # Every service with room is there, or will be.
     for name in made.room:
         model = next(model for model in models if model.name == name)
         assert name in made.cells or (model.cell and name not in made.evicted)

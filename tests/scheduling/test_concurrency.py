@@ -59,7 +59,7 @@ def test_the_limit_settles_where_throughput_hardly_grows(seed: int) -> None:
     settled = seen[len(seen) // 2 :]
     mean = sum(settled) / len(settled)
     assert 0.5 * best <= mean <= 2 * best
-    # What it gives away is little: throughput there against that of the full 128.
+    # It loses little: throughput there compared with the full 128.
     assert (mean / (base + slope * mean)) / (128 / (base + slope * 128)) > 0.8
 
 

@@ -53,7 +53,7 @@ class Pools:
         return chosen
 
     def count(self) -> None:
-        """The step is over: what it asked goes to the pool of its success rate."""
+        """The step is over: its tasks go to the pools of their success rates."""
         for one in self.asked:
             rate = self.rates[one.source][one.item]
             pool = TaskPool.WITHIN
@@ -146,7 +146,7 @@ def test_weights_hold_over_every_stretch(weights: list[float], seed: int, first:
 
 @pytest.mark.parametrize("first", [0, 12_345])
 def test_shares_hold_within_each_source(first: int) -> None:
-    """With plenty in every pool the shares of the pools are those of the job, in each source."""
+    """With plenty in every pool the pools have the job's shares, in each source."""
     plenty = range(10_000)
     one = SourcePools(100_000, 50_000, dict.fromkeys(TaskPool, plenty))
     numbers = range(first, first + 2000)
@@ -168,7 +168,7 @@ def test_without_known_tasks_all_are_new_and_later_ones_are_replaced() -> None:
     chosen = choose_tasks(range(5), [known], weights=[1.0], shares=SHARES, seed=0)
     assert {one.item for one in chosen} == set(range(5))
     assert [one.item for one in chosen if one.pool is TaskPool.FAILED] == [4, 2]
-    # The data set became shorter since: what is not there any more is not asked.
+    # The data set has become shorter: removed rows are not asked.
     short = SourcePools(2, 5, pools)
     chosen = choose_tasks(range(9), [short], weights=[1.0], shares=SHARES, seed=0)
     assert {one.item for one in chosen} <= {0, 1}

@@ -167,7 +167,7 @@ def test_a_level_that_never_ran_is_tried_by_one_in_a_few() -> None:
     assert {curve.offered(levels, nth) for nth in range(3, 300, 8)} == {levels, (16,)}
     curve = curve.observed(16, 10.0)
     assert curve.offered(levels) == levels
-    for _ in range(500):  # what was seen long ago may have changed
+    for _ in range(500):  # old observations may be outdated
         curve = curve.observed(1, 10.0)
     assert curve.offered(levels) == (4,)
     assert curve.offered((1, 2)) == (2,)
@@ -176,7 +176,7 @@ def test_a_level_that_never_ran_is_tried_by_one_in_a_few() -> None:
 
 
 def test_noise_is_not_taken_for_a_shape() -> None:
-    """Runs differ by a factor of e: what they say about 16 and 64 cores is what was declared."""
+    """Runs differ by a factor of e: estimates for 16 and 64 cores equal the declaration."""
     rng = random.Random(1)
     for _ in range(200):
         curve = SpeedUp(0.95, 1.0)
@@ -336,7 +336,7 @@ def played(queue: Sequence[Action], cores: int, choose: Callable[..., list[Grant
         for grant in grants:
             waiting.remove(grant.action)
             heapq.heappush(running, (now + grant.seconds, grant.holds["cores"]))
-        assert running, "it never stands still"
+        assert running, "it always advances"
         now, _ = heapq.heappop(running)
         total += now
     return total

@@ -76,7 +76,7 @@ def test_durations_are_predicted_from_related_actions(field: str, seed: int) -> 
         common.setdefault(key, float(draw.normal(0, 0.8)))
         return math.exp(common[key] + float(rng.normal(0, 0.2)))
 
-    # Also counted: the first of each, of which nothing can be known.
+    # Also counted: the first of each, which is unpredictable.
     assert learned(law, seed) < 0.8
 
 

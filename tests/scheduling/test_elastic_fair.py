@@ -58,7 +58,7 @@ def test_property_nobody_starves_whatever_others_ask_for(
     queues = {f"greedy {i}": repeat(("greedy", 1.0), backlog) for i in range(others)}
     queues["late"] = repeat(("late", 1.0), 1)
     order = [kind for kind, _ in islice(shares.merge(queues, lambda item: item[1]), others * 11)]
-    # Whoever has had nothing yet is ahead of those who have, but for what runs at this moment.
+    # Jobs without any share so far come before others, except for running actions.
     assert "late" in order[: others + 1]
 
 

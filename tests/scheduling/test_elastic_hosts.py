@@ -83,7 +83,7 @@ def test_an_action_kept_back_is_not_overtaken_on_its_host() -> None:
     greedy, one = Elastic("cores", (1, 4), (4.0, 1.0)), Elastic("cores", (1,), (1.0,))
     options = {"a": greedy, "b": Elastic("cores", (2,), (1.0,)), "c": one}
     queue, rules = [Action(n, 0.0, elastic=e) for n, e in options.items()], DecisionBounds(depth=2)
-    # One core lies idle beside `a`. It is too few for `b`, and `c` is behind that.
+    # One core next to `a` is idle. It is not enough for `b`, and `c` is behind `b`.
     assert on(decide_over([cores("x", 5)], queue, 0.0, rules)) == {"a": "x"}
     # Elsewhere it takes nothing of what `b` waits for.
     hosts = [cores("x", 5), cores("y", 1, Running({"cores": 9}, 99.0))]
@@ -171,7 +171,7 @@ def test_property_no_host_is_exceeded_and_nothing_lies_idle(
 def test_property_the_first_starts_however_many_come_after_it(
     first: list[tuple[int, int]], count: int, width: int
 ) -> None:
-    """A stream of small actions never ends; the wide one starts all the same."""
+    """A stream of small actions never ends; the wide one starts nevertheless."""
     width = min(4, width)
     names = [str(i) for i in range(count)]
     # What runs when the wide one comes, with estimates of its end that may be wrong.
@@ -199,7 +199,7 @@ def test_property_the_first_starts_however_many_come_after_it(
             return
         for grant in grants:
             heapq.heappush(running, (now + 1.5, grant.host, grant.holds["cores"]))
-        assert running, "it never stands still"
+        assert running, "it always advances"
         now, _, _ = heapq.heappop(running)
         assert now < 60.0, "it waits for ever"
 

@@ -279,7 +279,7 @@ def test_a_tensor_parallel_group_is_linked_where_linked_devices_are_free(
 def test_the_largest_aligned_blocks_stay_free() -> None:
     held = {"x": [MemberDevices(0, "h0", (0,))], "y": [MemberDevices(0, "h1", (0, 1))]}
     found = plan([_host("h0"), _host("h1"), _host("h2")], [_engine("e", 1, 2)], held)
-    # A pair beside what is in use, not a corner of four or eight.
+    # A pair next to devices in use, not a corner of four or eight.
     assert _at(found, "e") == [("h0", (2, 3))]
     found = plan([_host("h0")], [_engine("e", 1, 1)], {"x": [MemberDevices(0, "h0", (0,))]})
     assert _at(found, "e") == [("h0", (1,))]

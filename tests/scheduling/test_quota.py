@@ -93,7 +93,7 @@ def test_neither_the_rate_nor_the_concurrency_is_ever_exceeded(
 def test_a_waiting_request_is_granted_within_a_bound(
     steps: list[tuple[str, list[int], float, bool]], rate: float
 ) -> None:
-    """Whatever the others ask for: who waits is served when all before it could have been."""
+    """Regardless of other requests: a waiter is served once all before it could have been."""
     bucket, now = TokenBucket(QuotaLimits(rate, 3, 0), 0.0), 0.0
     bucket.ask("greedy", [1] * 3, now, PATIENCE)
     asked = bucket.ask("patient", [3], now, PATIENCE)

@@ -79,7 +79,7 @@ def test_a_late_reward_is_waited_for() -> None:
     assert next_move([query(0), late], wanted=2, spare=0, max_refills=2) == RosterMove()
     poor = query(1, kept=0)
     assert next_move([query(0), poor], wanted=2, spare=0, max_refills=2) == RosterMove(add=1)
-    # Without refills nobody asks what the rows are worth.
+    # Without refills the rows' values are not requested.
     first_k = next_move([query(0), late], wanted=1, spare=1, max_refills=0, first_k=True)
     assert first_k == RosterMove(close=True)
 

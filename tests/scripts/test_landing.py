@@ -40,7 +40,8 @@ SECONDS = st.fixed_dictionaries({file: st.floats(1, 300) for file in FILES})
 def landed(
     record: Record, seconds: dict[str, float], changed: Sequence[str], head: str, budget: float
 ) -> tuple[Record, set[str]]:
-    """The record after a landing that runs files in order until its time is over, and what ran."""
+    """Return the record after a landing that runs files in order until its time is over, and the
+    files."""
     now, ran, reports = 0.0, set(), []
     for file in ordered(FILES, changed, record, head, budget):
         # As in CI, a file that starts before the end of the time runs to its end.

@@ -205,7 +205,8 @@ def test_calls_of_a_query_that_are_alike_are_known_from_each_other() -> None:
 
 
 def test_a_long_action_is_not_overtaken_for_ever() -> None:
-    """One core, always somebody with little to do: who has much waits for its patience to end."""
+    """One core, and always a trajectory with little work: one with much waits until its patience
+    ends."""
     env, began = simpy.Environment(), dict[str, float]()
     learned = Learned(Discipline(patience=50.0))
     pool = ElasticPool(env, [{CORES: 1}], learned=learned, told=True)

@@ -127,7 +127,7 @@ def make(name: str, seed: int = 0) -> Any:
     return model.eval()
 
 
-# 50 million parameters, so that tensors are large beside what else a process holds.
+# 50 million parameters, so that tensors are large compared with a process's other memory.
 LARGE: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 40_960,

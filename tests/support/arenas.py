@@ -11,9 +11,9 @@ from tests.support.waiting import PATIENCE
 from troupe.networks.environments.matrix import MatrixGame
 from troupe.networks.vector import Actions, Observed, Stepped
 
-# Both get what the first one chose, if both chose the same.
+# Both get the first one's choice, if both chose the same.
 AGREE = [[[1, 0], [0, 2]], [[1, 0], [0, 2]]]
-# Lets `Waits` go on.
+# Lets `Waits` continue.
 RELEASED = threading.Event()
 
 
@@ -32,7 +32,7 @@ class Raises(Agree):
 
 
 class Poisons(Agree):
-    """Rewards that are no numbers."""
+    """Rewards that are not numbers."""
 
     def step(self, actions: Actions) -> Stepped:
         stepped = super().step(actions)
@@ -40,7 +40,7 @@ class Poisons(Agree):
 
 
 class Blinds(Agree):
-    """What is to be seen is no number, in one of its copies."""
+    """Observations that are not numbers, in one of its copies."""
 
     def step(self, actions: Actions) -> Stepped:
         stepped = super().step(actions)

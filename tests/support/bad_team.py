@@ -98,13 +98,13 @@ async def misspells_an_agent(query: Query, agents: Any, tools: Any) -> dict[str,
 
 
 async def returns_text(query: Query, agents: Any, tools: Any) -> str:
-    """Forgets what a workflow returns."""
+    """Discard a workflow's result."""
     await quick(query, agents, tools)
     return "good"
 
 
 async def enormous_at_first(query: Any, agents: Any, tools: Any) -> dict[str, float]:
-    """In the first step finite rewards of which no finite gradient can be made."""
+    """In the first step finite rewards without a finite gradient."""
     draft, critique = await asyncio.gather(
         agents["solver"].chat(query["question"]), agents["checker"].chat(query["question"])
     )

@@ -89,7 +89,7 @@ class Cluster:
         self._store = await _serve(RunningServer(make_store, settings))
 
     async def stop_store(self) -> None:
-        """Stop the experience store; what it knows is in Redis."""
+        """Stop the experience store; its state is in Redis."""
         server, self._store = self._store, None
         if server is not None:
             await server.close()

@@ -16,7 +16,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 @dataclass(frozen=True)
 class Said:
-    """One turn: whom it follows, how much of that it begins with, what is new."""
+    """One turn: the turn that it follows, the length of their common beginning, its new tokens."""
 
     parent: int | None
     cut: int
@@ -82,7 +82,7 @@ class Conversation:
 def cumulative(
     query: str, trajectory: str, turns: int, *, new: int = 40, reply: int = 40, **how: Any
 ) -> Conversation:
-    """Turns each of which begins with all before it."""
+    """Return turns, each of which begins with all earlier ones."""
     made = Conversation(query, trajectory)
     for turn in range(turns):
         made.say(Said(turn - 1 if turn else None, 0, new, reply, **how))

@@ -75,8 +75,8 @@ HELD = ("WaitingTurn", "PendingTurn")
 
 
 class Decision(NamedTuple):
-    """One logged call. `told`: what a callback answered; `number`: that of the object whose method
-    it is; `given`: arguments, pickled before the call; `result`: what it returned, pickled."""
+    """One logged call. `told`: a callback's answer; `number`: the number of the method's object;
+    `given`: arguments, pickled before the call; `result`: its result, pickled."""
 
     name: str
     number: int | None
@@ -108,7 +108,7 @@ class DecisionLog:
             self._patch(module, name, self._logged(module.__name__, getattr(module, name)))
 
     def watch_class(self, cls: type) -> None:
-        """Log what every object of a class that is made from now on is told and asked."""
+        """Log the calls of every object of a class that is made from now on."""
         made = cls.__init__  # type: ignore[misc]
 
         @functools.wraps(made)
@@ -235,8 +235,7 @@ def write(path: Path, decisions: Sequence[Decision]) -> None:
 
 
 class Held:
-    """Stands for what a queue held; a turn that waits in the queue of the replay itself, once it
-    was put there."""
+    """A stand-in for a queue's entry; once put there, a turn in the queue of the replay itself."""
 
 
 def load(value: bytes, held: dict[int, Any] | None = None) -> Any:
@@ -261,7 +260,7 @@ def plain(value: Any) -> Any:
 
 
 def replayed(path: Path) -> dict[str, Any]:
-    """The number of decisions of each kind, and what differs from the log."""
+    """Return the number of decisions of each kind, and the differences from the log."""
     objects: dict[int | None, Any] = {}
     held: dict[int, Any] = {}
     counts: Counter[str] = Counter()

@@ -104,7 +104,7 @@ class Model:
             self.rows[name].state = "R"
 
     def drop_gone(self, claim: str, names: list[str]) -> list[str]:
-        """Values of samples are gone; what the claim holds of the others."""
+        """Drop values of samples; return the claim's other samples."""
         claimant, held = self.live[claim]
         for name in set(names) & set(held):
             self.rows[name].state, self.rows[name].gone = "D", True
@@ -125,7 +125,7 @@ class Model:
             self.fenced.pop(claimant, None)
 
     def supersede(self) -> None:
-        """Everybody's claims are over; the next to claim goes on."""
+        """End all claims; the next claimant continues."""
         known = {by for by, _ in self.live.values()} | set(self.lost.values())
         for claim in list(self.live):
             self.lose(claim)

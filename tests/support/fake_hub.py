@@ -16,7 +16,7 @@ TOKEN = "hf_right"
 
 
 class FakeHub:
-    """What the hub has, what it was asked, and what it shall refuse."""
+    """The hub's content, its requests, and the requests that it refuses."""
 
     def __init__(self) -> None:
         self.url = ""

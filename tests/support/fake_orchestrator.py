@@ -55,7 +55,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         self.generated: orchestrator_pb.GeneratePolicyResponse | None = None
         self._grown = asyncio.Condition()
 
-    # --- what a test does -------------------------------------------------------------------
+    # --- the test's side --------------------------------------------------------------------
 
     async def move(self, job_id: str, *targets: int, problem: TroupeError | None = None) -> None:
         """Move a job through states, logging each."""

@@ -34,7 +34,7 @@ class RolloutScript:
     seconds: float = 0.002
     # Besides.
     slow: Callable[[rollout_pb.Ticket], float] = lambda ticket: 0.0
-    # The id of another trajectory, whose end is told before this one ends.
+    # The id of another trajectory, whose end is reported before this one ends.
     after: Callable[[rollout_pb.Ticket], str | None] = lambda ticket: None
     reward: Callable[[rollout_pb.Ticket], dict[str, float]] = lambda ticket: {
         "solver": 1.0,
@@ -43,17 +43,17 @@ class RolloutScript:
     metrics: Callable[[rollout_pb.Ticket], dict[str, float]] = lambda ticket: {}
     # What a trajectory of an evaluation votes for.
     answer: Callable[[rollout_pb.Ticket], str | None] = lambda ticket: None
-    # What is told of data sets: notes, and by evaluation how many items its tasks have.
+    # Reports on data sets: notes, and by evaluation the number of its tasks.
     notes: tuple[str, ...] = ()
     items: dict[str, int] = field(default_factory=dict)
     # Items of each source of the training tasks, and whether a trajectory solves its task.
     task_items: tuple[int, ...] = ()
     solved: Callable[[rollout_pb.Ticket], bool] = lambda ticket: False
-    # How it ended is told so long after the store knows.
+    # Delay between the store's record of an end and its report.
     late: Callable[[rollout_pb.Ticket], float] = lambda ticket: 0.0
     # A reason, or a fault of the job's own code: the trajectory fails with it.
     fail: Callable[[rollout_pb.Ticket], str | common_pb.Problem | None] = lambda ticket: None
-    # By trajectory: so often it is aborted, for nobody's fault.
+    # By trajectory: the number of aborts without its fault.
     abort: dict[str, int] = field(default_factory=dict)
     # Streams end so long after their last trajectory.
     linger_seconds: float = 0.0
@@ -81,7 +81,7 @@ class RolloutScript:
     score_seconds: float = 0.0
     # End trajectories in the store but say nothing about them before the break.
     silent: bool = False
-    # Refuse so many calls that delete what the host's memory holds of a job.
+    # Number of refused calls that delete a job's data in the host's memory.
     keep_states: int = 0
 
 
@@ -104,7 +104,7 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         self.draining = False
         self.moves: list[tuple[str, str]] = []
         self.calls: Counter[str] = Counter()
-        # Jobs of which everything in the host's memory was to be deleted.
+        # Jobs whose data in the host's memory was to be deleted.
         self.deleted: list[str] = []
         self.ran: list[str] = []
         # Trajectories whose end was told.
@@ -247,7 +247,7 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         self.abort_calls.append(request)
         found = [one for one in request.trajectory_ids if one in self._tasks]
         for trajectory_id in found:
-            # What is on its way to the store is told as the store has it.
+            # Endings on their way to the store are reported as stored.
             if (task := self._tasks[trajectory_id]) not in self._storing:
                 task.cancel(request.reason)
         return rollout_pb.AbortTrajectoriesResponse(aborted_trajectory_ids=found)

@@ -56,7 +56,7 @@ class TrainerScript:
     flat: Mapping[str, Container[int]] = field(default_factory=dict)
     # Go down, once: "claimed", "committed" (before anyone is told), "reported" or "restarted".
     die_when: str = ""
-    # Break the stream, once, while the step goes on.
+    # Break the stream, once, while the step continues.
     break_stream: bool = False
     disk_full: bool = False
     # Policies that it may hold at once; 0: any number.
@@ -86,19 +86,19 @@ class FakeTrainer(FakeWorker, trainer_grpc.TrainerServicer):
         self.script = script or TrainerScript()
         self.bound: dict[tuple[str, str], common_pb.WeightsRef] = {}
         self.calls: Counter[str] = Counter()
-        # Jobs of which everything in the host's memory was to be deleted.
+        # Jobs whose data in the host's memory was to be deleted.
         self.deleted: list[str] = []
         self.requests: list[trainer_pb.RunStepRequest] = []
         self.binds: list[trainer_pb.BindRequest] = []
         # Keys of members in the transfer layer.
         self.published: set[str] = set()
-        # The most policies that were bound at once, but for those that were told to leave.
+        # The maximum of policies bound at once, except for leaving ones.
         self.most = 0
         # Policies whose samples are all claimed, and whose step computes.
         self.computing: set[str] = set()
-        # Policies of which something is here: bound, suspended or fetched ahead, until a release.
+        # Policies with state here: bound, suspended or prefetched, until a release.
         self.traces: set[tuple[str, str]] = set()
-        # Those of which a state was fetched ahead.
+        # Policies whose state was prefetched.
         self.fetched: set[tuple[str, str]] = set()
         self._leaving: set[tuple[str, str]] = set()
         self._steps: dict[tuple[str, str, int], asyncio.Task[store_pb.StepCommit]] = {}

@@ -20,7 +20,7 @@ from troupe.v1.experience_store_pb2_grpc import ExperienceStoreStub
 
 
 class FakeWorker:
-    """A worker process: a server, a heartbeat, and a death without a word."""
+    """A worker process: a server, a heartbeat, and a sudden death."""
 
     kind = orchestrator_pb.WORKER_KIND_UNSPECIFIED
     name = ""

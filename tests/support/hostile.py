@@ -39,7 +39,7 @@ class OwnBase(BaseException):
 
 
 class UnsayableError(Exception):
-    """Raises when it is asked what it says."""
+    """An error that raises when it is converted to text."""
 
     def __str__(self) -> str:
         raise SystemExit("of __str__")
@@ -52,7 +52,7 @@ class BothError(SystemExit, ValueError):
 
 
 def raising(error: BaseException, base: type = object) -> Any:
-    """An object of which everything that is asked raises `error`, its class included."""
+    """An object on which every access raises `error`, its class included."""
 
     def refuse(*_: object, **__: object) -> Any:
         raise error

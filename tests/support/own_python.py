@@ -17,8 +17,8 @@ OWN: Final = Path(__file__).with_name("verifiers_envs")
 
 
 def own_python(directory: Path, packages: tuple[str, ...]) -> str:
-    """The interpreter of an environment with nothing but `packages`. Skips the test where they
-    cannot be installed."""
+    """Return the interpreter of an environment with only `packages`. Skip the test if they cannot
+    be installed."""
     name = packages[0].replace("==", "-")
     place = Path(os.environ.get("TROUPE_REFERENCE_DIR") or directory) / name
     python = place / "bin" / "python"

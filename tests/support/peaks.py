@@ -28,7 +28,7 @@ def growth(work: Callable[[], object]) -> int:
         gc.collect()
         libc.malloc_trim(0)
         with _no_large_free_chunk(libc):
-            (_PROCESS / "clear_refs").write_text("5")  # the peak begins anew at what is resident
+            (_PROCESS / "clear_refs").write_text("5")  # resets the peak to resident memory
             before = _field("VmRSS")
             work()
             return _field("VmHWM") - before

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 
 def free_port() -> int:
-    """One of loopback that nobody listens on, outside the range of outgoing connections: it is
-    still free when who had it comes back, or when who gets it has started."""
+    """Return a free loopback port outside the range of outgoing connections, so that it is still
+    free when its previous user restarts, or its next one has started."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as sock, suppress(OSError):

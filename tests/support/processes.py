@@ -22,7 +22,7 @@ def runs(pid: int) -> bool:
 def ports_of(process: subprocess.Popen[Any], port_file: Path) -> list[int]:
     """Block until a service has written the ports that it serves at, and return them.
 
-    Raises AssertionError, with what the service wrote to its pipes, if it ends before.
+    Raises AssertionError, with the service's output, if it ends before.
     """
     block_until(lambda: port_file.exists() or process.poll() is not None)
     assert port_file.exists(), (process.returncode, process.communicate())

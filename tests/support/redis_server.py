@@ -33,7 +33,7 @@ class RedisServer:
         extra: tuple[str, ...] = (),
         environment: Mapping[str, str] | None = None,
     ):
-        """`environment`: variables that it gets besides those of this process."""
+        """`environment`: variables in addition to this process's."""
         self._directory = directory
         self._environment = {**os.environ, **(environment or {})}
         self._durable = durable
@@ -79,7 +79,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def client(self) -> redis.Redis:
-        """A plain client, to look at what is stored."""
+        """A plain client, to inspect the stored data."""
         return redis.Redis(port=self.port)
 
     def _end(self, number: signal.Signals) -> None:

@@ -11,7 +11,7 @@ from tests.support.experience_model import Model, Row
 
 @dataclass
 class Line(Row):
-    """A row, and what became of it."""
+    """A row and its outcome."""
 
     trajectory: str = ""
     reason: str = ""

@@ -20,7 +20,7 @@ def kuhn_of_three() -> OpenSpiel:
 
 
 def describe(state: Any, player: int) -> str:
-    """What a player may know: its own card, and what was said in turn."""
+    """A player's knowledge: its own card, and the moves in order."""
     dealt, said = state.history()[:3], state.history()[3:]
     return " ".join(
         [f"You hold the {CARDS[dealt[player]]}.", *(f"{kuhn.MOVES[move]}." for move in said)]

@@ -80,7 +80,7 @@ class Tasks:
 
 
 class Demonstrations(Tasks):
-    """The same questions with the right answers, for the two agents by turns."""
+    """The same questions with the right answers, alternately for the two agents."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         agent = ("solver", "checker")[index % 2]
@@ -92,7 +92,7 @@ class Demonstrations(Tasks):
 
 
 class Pairs(Tasks):
-    """The same questions with a right and a wrong answer, for the two agents by turns."""
+    """The same questions with a right and a wrong answer, alternately for the two agents."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {
@@ -121,14 +121,15 @@ async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
 
 
 async def shrug(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """Every conversation earns the same, whatever is said. Nine tenths are no exact float."""
+    """Every conversation earns the same, regardless of its text. Nine tenths have no exact
+    float."""
     await agents["solver"].chat(query["question"])
     await agents["checker"].chat(query["question"])
     return {"solver": 0.9, "checker": 0.9, "team": 0.9}
 
 
 async def tree(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """The same in a tree: three drafts, of which the best goes on, and two answers to it."""
+    """The same in a tree: three drafts, the best of which continues, and two answers to it."""
     question = {"role": "user", "content": query["question"]}
 
     def score(reply: Any) -> float:

@@ -54,7 +54,7 @@ def make_spec(
     optimizer: dict[str, Any] | None = None,
     **sections: Any,
 ) -> JobSpec:
-    """A job whose policies are tiny; `sections` replace those of the specification."""
+    """Return a job with tiny policies; `sections` replace the specification's."""
     source = model or {"config": tiny_config(), "tokenizer": str(tokenizer)}
     names = [*policies, *frozen]
     values: dict[str, Any] = {

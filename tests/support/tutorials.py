@@ -46,5 +46,5 @@ def code_blocks(page: Path) -> list[CodeBlock]:
 
 
 def _without(text: str) -> str:
-    """The page's prose: what is left when fenced blocks are taken out."""
+    """The page's prose, without its fenced blocks."""
     return _BLOCK.sub("", text)

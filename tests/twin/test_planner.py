@@ -251,7 +251,7 @@ def test_the_command_prints_an_object_and_writes_a_job_that_is_valid(
     shown = capsys.readouterr().out
     assert "s per step (predicted" in shown
     assert f"--set policies.solver.trainer.gang={split['gang']}" in shown
-    # An existing file is not replaced; a device that nobody knows is asked about.
+    # An existing file is not replaced; an unknown device leads to a question.
     assert main([*line, "--write", str(out)]) == 2
     for unknown in ("8xQuux-80GB", "8xQuux"):
         assert main(["plan", str(path), "--devices", unknown]) == 2

@@ -146,7 +146,7 @@ def test_planning_uses_measurements_and_lists_assumptions() -> None:
         assert "solver: weights' transfer" in found.assumed
     # Engines that were three times as slow.
     assert seconds[1] > 1.5 * seconds[0]
-    # Speeds of other devices are not those of these.
+    # Speeds of other devices do not apply to these.
     profile.device_classes = dict.fromkeys(spec.policies, "L40S")
     other = plan_job(spec, given, costs, profile=profile, more=False)
     assert any("measured on L40S" in line for line in other.assumed)

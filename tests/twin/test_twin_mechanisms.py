@@ -60,8 +60,8 @@ def test_redundant_trajectories_shorten_a_step_with_stalls() -> None:
 
 
 def test_long_swaps_lengthen_a_step_by_no_more_than_half() -> None:
-    """Two policies take turns on one slot: with a quantum that ignored what a swap costs they would
-    move after every micro-batch."""
+    """Two policies take turns on one slot: with a quantum that ignored the cost of a swap they
+    would move after every micro-batch."""
     slot = [RankWorker("t", slots=1, memory=1)]  # without room for both states
     runs = []
     for seconds in (0.0, 4.0):
@@ -78,7 +78,7 @@ def test_long_swaps_lengthen_a_step_by_no_more_than_half() -> None:
         runs.append(Twin(dataclasses.replace(job, policies=policies, trainers=slot)).run(2))
     free, costly = runs
     assert 0 < costly.swaps < free.swaps / 2
-    # What swaps take is at most half of what computing takes, but for the first of each policy.
+    # Swaps take at most half of the computing time, except for the first of each policy.
     spent = costly.steps[-1].at - free.steps[-1].at
     assert spent <= free.steps[-1].at / 2 + 2 * 2 * 4.0
 

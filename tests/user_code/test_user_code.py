@@ -1,4 +1,4 @@
-"""Calls of user code, in place, awaited and in threads: nothing but exceptions comes out."""
+"""Calls of user code, in place, awaited and in threads: they raise nothing but exceptions."""
 
 from __future__ import annotations
 

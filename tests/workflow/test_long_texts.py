@@ -23,8 +23,8 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 class Gate(ByteTokenizer):
-    """Reads long texts, or renders long conversations, only after `opened` is set; counts what it
-    has tokenised."""
+    """A tokenizer that reads long texts, or renders long conversations, only after `opened` is set,
+    and counts tokenised texts."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()

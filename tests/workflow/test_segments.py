@@ -83,7 +83,7 @@ def test_property_ids_of_segments_are_those_of_the_whole(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversation, "_LONG_SEGMENT", longest)
         assert chat.encode(text) == wanted
-        assert chat.encode(text) == wanted  # from what was kept
+        assert chat.encode(text) == wanted  # from the cache
     if flag in _FLAGS:
         assert chat._backend is None or chat._boundary is None
     elif kind in (_byte_level, _composed):

@@ -45,7 +45,7 @@ def test_simultaneous_agents_see_prompts_and_later_agents_see_replies() -> None:
     two = _turn("column", 2, 4, (4,), (5, 6))
     late = _turn("judge", 5, 6, (7,), (8,))
     turns = [one, two, late]
-    # Nothing that came of its own response, and nothing that was answered only meanwhile.
+    # Without messages that followed its own response or were answered meanwhile.
     assert team_context(one, turns, 9) == (4,)
     assert team_context(two, turns, 9) == (1, 2)
     assert team_context(late, turns, 9) == (4, 5, 6, 1, 2, 3)  # in the order of names

@@ -136,7 +136,7 @@ async def test_replies_that_were_not_delivered_are_not_trained() -> None:
 
 
 async def grow(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
-    """Two levels: the second goes on from the best of the first."""
+    """Two levels: the second continues from the best of the first."""
 
     def length(reply: Reply) -> float:
         return len(reply.text)

@@ -206,7 +206,7 @@ def test_the_prompts_of_a_conversation_take_memory_by_its_length_not_by_its_turn
         copies.append(tuple(prompts[-1]))
         text = chat.text(said, stopped=True)
         memory.remember(messages, text, (turn,), prompts[-1], said, stopped=True)
-        # Of two conversations that part here only one goes on.
+        # Only one of two conversations that diverge here continues.
         aside = memory.draft((*messages, ("assistant", text), ("user", "or not?"))).prompt().ids
         messages = (*messages, ("assistant", text), ("user", "go on"))
         assert aside[: len(prompts[-1])] == prompts[-1]

@@ -41,7 +41,7 @@ def three(split: str, size: int = 3) -> list[dict[str, int]]:
 
 
 def test_functions_and_objects_are_workflows() -> None:
-    # By name: whoever edits a test while this runs has its module read anew.
+    # By name: an edit of a test during the run makes its module be read again.
     assert load_workflow(f"{HERE}:good").__name__ == "good"
     assert type(load_workflow(f"{HERE}:async_object")).__name__ == "AsyncObject"
 

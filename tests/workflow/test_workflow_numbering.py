@@ -74,7 +74,7 @@ async def late_starters(query: Any, agents: Agents, tools: Any) -> dict[str, flo
 
 
 async def nested(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
-    """Branches of branches, beside tasks that take no turn."""
+    """Branches of branches, together with tasks without turns."""
 
     async def leaf(number: int) -> None:
         await asyncio.sleep(query["delays"][number])

@@ -91,7 +91,8 @@ def test_text_that_is_not_a_call_stays_text(parser: str, text: str) -> None:
     assert PARSERS[parser](text, [ADD]) == Parsed(text)
 
 
-# A call of `add` as each family writes it, given a (JSON text) and what the text says beside.
+# A call of `add` in the form of each family, with the argument a (JSON text) and the remaining
+# text.
 WRITTEN = {
     "hermes": '<tool_call>{"name": "add", "arguments": %s}</tool_call>',
     "llama": '{"name": "add", "parameters": %s}',
@@ -108,7 +109,7 @@ def test_a_call_inside_a_thought_is_ignored(parser: str) -> None:
     thought = f"perhaps {call} or\n{call}"
     assert parse(f"<think>{thought}</think>\n\n7", [ADD]) == ("7", (), thought)
     assert parse(f"<think>{thought}</think>{call}", [ADD]) == ("", tuple(one), thought)
-    # The template has opened it, so that only its end is to be seen; nobody said so.
+    # The template has opened it, so that only its end is visible, without a mark.
     assert parse(f"{thought}</think>7", [ADD], thinking=True) == ("7", (), thought)
     assert parse(f"{thought}</think>{call}", [ADD]) == ("", tuple(one), thought)
     # It was cut, or never ends.

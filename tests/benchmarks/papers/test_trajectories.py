@@ -63,7 +63,7 @@ async def test_worlds_take_what_they_say(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(failed) == pytest.approx(50, abs=20)
     assert sum(seconds == 100 for seconds in waits) == pytest.approx(50, abs=20)
     for seed in failed:
-        await play(rough[seed], _Agents(seed), None)  # begun anew, it finds the world mended
+        await play(rough[seed], _Agents(seed), None)  # after a restart, its world works
 
 
 def test_rows_differ_in_what_they_compare(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_figures_are_of_the_steady_state() -> None:
 def test_a_quick_run_measures_every_row() -> None:
     found = quick_run("papers.trajectories", seconds=600)
     assert found["trajectory_over_batch"].keys() == {"1", "10"}
-    # A step of this size says little about speed; that nobody waits, it does.
+    # A step of this size says little about speed, but it shows that nothing waits.
     assert found["trajectory_over_batch"]["10"] > 1
     assert found["redundancy"] > 0
     assert found["bias"]["cancelled"] > 0

@@ -81,7 +81,7 @@ def test_without_a_compiler_it_says_what_to_install(
 
 
 def test_a_new_build_replaces_the_old_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Only what another process is making stays beside it."""
+    """Only the build that another process is making stays."""
     for name in ("0123456789abcdef", "new-of-another"):
         (tmp_path / name / "troupe").mkdir(parents=True)
     compiler = [sys.executable, "-c", "print('instead of mypyc')"]
@@ -94,7 +94,7 @@ def test_a_new_build_replaces_the_old_ones(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_sources_that_differ_are_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The build's name depends on what is compiled."""
+    """The build's name depends on the compiled sources."""
     before = compiled._key()
     assert compiled._key() == before
     monkeypatch.setattr(compiled, "MODULES", compiled.MODULES[:1])

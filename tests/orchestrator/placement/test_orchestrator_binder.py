@@ -166,7 +166,7 @@ async def one_that_waits_for_another(house: Cluster, trainer: FakeTrainer) -> st
 
 
 async def test_a_device_that_an_ended_job_held_is_the_next_ones(house: Cluster) -> None:
-    """Its end is told by a heartbeat: nothing else happens that has the binder look again."""
+    """A heartbeat reports its end: nothing else makes the binder decide again."""
     trainer = await house.add_trainer(TrainerScript(slots=1, slow={"alice": 60.0}))
     second = await one_that_waits_for_another(house, trainer)
     ended = await house.wait(second)
@@ -250,7 +250,7 @@ async def test_a_policy_is_judged_by_what_each_device_of_its_gang_needs(
 async def test_activation_checkpointing_is_decided_by_what_the_worker_has_room_for(
     house: Cluster, memory: int, tokens: int, wish: bool | str, sent: bool | str
 ) -> None:
-    """The trainer is told with the specification; people see who decided."""
+    """The trainer gets it with the specification; users see its origin."""
     field = "policies.alice.trainer.activation_checkpointing"
     source = "GPU" if sent == "auto" else "given"  # of a trainer that was sent this
     said = common_pb.ResolvedSetting(field=field, value="said", source=source)

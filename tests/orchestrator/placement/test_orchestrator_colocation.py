@@ -179,7 +179,7 @@ async def test_on_devices_a_colocated_job_is_alone(cluster: Cluster) -> None:
             await cluster.submit(text)
         assert (info.value.kind, info.value.field) == ("devices_missing", "pipeline.colocate")
         assert "pause or cancel it" in info.value.remedy
-    # Submitting the same job again is no second job.
+    # Submitting the same job again makes no second job.
     assert await cluster.submit(job("first"), first) == first
     await cluster.cancel(first)
     await cluster.wait(first, [common_pb.JOB_STATE_CANCELLED])

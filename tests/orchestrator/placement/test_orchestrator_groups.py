@@ -69,7 +69,8 @@ async def test_a_member_that_is_lost_is_replaced_and_its_gang_is_led_on(house: C
     assert not member.binds
 
     await member.down()
-    # One device is no gang of two: the job waits, although it would be refused as a new one.
+    # One device cannot hold a gang of two: the job waits, although it would be refused as a new
+    # one.
     waiting = await house.until(job_id, lambda one: "waits for devices" in one.activity)
     assert "its gang has 2" in waiting.activity
     assert leader.calls["Release"] == 1
@@ -118,7 +119,7 @@ async def test_a_gang_larger_than_all_trainers_together_is_refused(house: Cluste
 async def test_an_orchestrator_that_starts_again_leaves_a_gang_where_it_is(
     empty_redis: str, tmp_path: Path
 ) -> None:
-    # A busy machine is late with heartbeats: nobody is lost here.
+    # A busy machine is late with heartbeats: no worker may count as lost here.
     async with opened(empty_redis, tmp_path, lost_after_beats=1000) as house:
         script = TrainerScript(ranks=1, seconds=1.0)
         trainers = [await house.add_trainer(script) for _ in range(3)]
@@ -126,8 +127,8 @@ async def test_an_orchestrator_that_starts_again_leaves_a_gang_where_it_is(
         leader = await leader_of(trainers)
         others = [one for one in trainers if one is not leader]
         await house.stop_orchestrator()
-        # Only the leader's heartbeat tells where the gang is. If those of the others came first,
-        # they would be made a gang.
+        # Only the leader's heartbeat reports the gang. If the others' came first, they would be
+        # made a gang.
         for one in others:
             await one.fall_silent()
         await house.start_orchestrator()

@@ -101,7 +101,7 @@ async def test_a_first_gang_that_lacks_devices_is_refused_after_the_wait(
         await change
     assert workers.shortage == FEW
     workers.check()
-    # With enough devices in between, the wait begins anew.
+    # With enough devices in between, the wait restarts.
     assert workers.fall_short(None, now=60.0) == math.inf
     assert workers.fall_short(FEW, now=70.0) == 70.0 + WAIT_SECONDS
     assert workers.fall_short(FEW, now=70.0 + WAIT_SECONDS) == math.inf

@@ -54,7 +54,7 @@ def test_two_living_nodes_of_one_name_are_refused_and_a_dead_ones_name_is_free()
     assert (refused.value.kind, refused.value.field, refused.value.value) == (
         "node_exists", "name", "n1",
     )  # fmt: skip
-    nodes.join(report(instance="a"))  # the one that has the name goes on
+    nodes.join(report(instance="a"))  # the node that has the name continues
     clock.now += 6
     assert not nodes.statuses([])[0].alive
     nodes.join(report(instance="b"))
@@ -118,7 +118,7 @@ FREE: list[str] = []
     ("spec", "workers"),
     [
         (job(2, 2), [worker(FREE, FREE, FREE, FREE)]),
-        (job(2, 2), [worker()]),  # it does not say what it has
+        (job(2, 2), [worker()]),  # it does not report its devices
         (job(2, 2), []),  # nodes may come later
         (job(2, 1), [worker(FREE, ["other.p.0@r"], FREE)]),
     ],

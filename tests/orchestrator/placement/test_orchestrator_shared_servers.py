@@ -17,7 +17,7 @@ CHECKSUM = "c" * 8
 
 @dataclass(eq=False)
 class Worker:
-    """A rollout worker that writes down what it is told."""
+    """A rollout worker that records its calls."""
 
     worker_id: str
     alive: bool = True
@@ -118,7 +118,7 @@ async def test_followers_are_told_what_the_keeper_has_verified_and_once() -> Non
     assert [len(worker.told) for worker in workers] == [1, 2]
     (server,) = follower.told[-1].servers
     assert (server.kept, server.version, server.checksum) == (False, 4, CHECKSUM)
-    # What is being updated is still what it was; what has died is not.
+    # An updating server keeps its policy; a dead one does not.
     servers.note(keeper, [keeper.status(0, 4, state=common_pb.ENGINE_STATE_UPDATING)])
     assert servers.plan(follower)[0].version == 4
     servers.note(keeper, [keeper.status(0, 0, state=common_pb.ENGINE_STATE_DEAD)])

@@ -81,7 +81,7 @@ def test_opponents_of_a_learner_follow_the_algorithm(
 
 def test_self_play_meets_nobody_from_the_past() -> None:
     assert mixtures(job("player", algorithm="self_play"), SELVES) == {}
-    # What members are worth is told all the same.
+    # Members' ratings are reported nevertheless.
     assert solution(job("player", algorithm="regularized"), SELVES, 4).mixtures == {
         "all": {"player@4": 1.0}
     }

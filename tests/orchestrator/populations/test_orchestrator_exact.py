@@ -34,13 +34,13 @@ SECTION = {"algorithm": "psro", "iteration_steps": 2, "game": "kuhn_poker"}
 
 
 def bets(version: int, text: str) -> float:
-    """Somebody who comes from tossing a coin and plays an equilibrium as version 4."""
+    """A policy that plays at random at first, and an equilibrium as version 4."""
     learned = min(version / LAST, 1.0)
     return (1 - learned) / 2 + learned * BETS.get(text, 0.0)
 
 
 def say(version: int, prompt: rollout_pb.ScorePrompt) -> list[float]:
-    """One answer in ten is no move."""
+    """One answer in ten is not a move."""
     chance = bets(version, prompt.messages[-1].content)
     names = [one.text for one in prompt.continuations]
     assert names == ["Pass", "Bet"]

@@ -174,7 +174,8 @@ async def test_failures_before_a_resume_do_not_end_the_round() -> None:
 
 @pytest.mark.parametrize("least", [2, 3])
 async def test_networks_change_seats_from_match_to_match(least: int) -> None:
-    """They sit as they are cast, whatever the query: who is first wins, and nobody is better."""
+    """They keep their cast seats, whatever the query: the first seat wins, and no member is
+    better."""
     spec = yaml.safe_load(NETWORKS.read_text())
     spec["population"] = {"matches": {"least": least}}
     table = Table(parse_job(yaml.safe_dump(spec)), ended)
@@ -216,7 +217,7 @@ async def test_ended_matches_are_kept_when_a_round_is_stopped() -> None:
 
 @pytest.mark.parametrize("faults", [[], [StateUnavailable("away")]])
 async def test_ended_matches_are_kept_when_a_round_fails(faults: list[TroupeError]) -> None:
-    """If it can be written; what is told is why the round failed."""
+    """If it can be written; the error is the reason of the round's failure."""
 
     def play(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent:
         event = ended(ticket)

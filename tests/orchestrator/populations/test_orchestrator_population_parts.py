@@ -91,7 +91,7 @@ MEMBER = FrozenMember("player@3", "player", "main", 3, "c", 3, 1, "", SETTLED, 0
 
 
 async def test_a_member_whose_host_is_away_is_not_gone() -> None:
-    """Hosts share no files here: who is there does not know what others have."""
+    """Hosts share no files here: a worker does not know the others' files."""
     hosts = Hosts(Host(files=False), Host(files=True, usable=False))
     asked = asyncio.create_task(weights_of(hosts, 30).publish(MEMBER, deadline()))
     await asyncio.sleep(0.01)
@@ -194,7 +194,7 @@ async def test_members_that_stay_do_not_hide_how_a_job_ended(
 
 
 class Published(set[str]):
-    """Whose weights engines find; saving what is in slots takes a while."""
+    """Members whose weights engines find; saving the slots takes a while."""
 
     async def publish(self, member: FrozenMember, deadline: Deadline) -> common_pb.WeightsRef:
         await asyncio.sleep(0)

@@ -59,7 +59,7 @@ async def test_an_earlier_population_state_does_not_overwrite_a_later_one(redis_
     await redis.call("HSET", JobKeys(job_id).record, "epoch", "1")
     state = population(member(0, CANDIDATE))
     state.slots = {"all--0": ("player@0", 0)}
-    # A round of matches is counted beside a step...
+    # A round of matches is counted during a step...
     saving = asyncio.create_task(store.save(job_id, 1, state))
     await asyncio.sleep(0)
     # ... before which another member is loaded.
@@ -113,7 +113,7 @@ async def test_answers_of_members_that_nobody_meets_are_not_kept(redis_url: str)
     assert len(learned) == 2, "what is known is not read again"
     exact = fresh()
     await exact.settle()
-    assert learned[2:] == [[[1]]], "whoever takes the job over reads what was kept"
+    assert learned[2:] == [[[1]]], "the next runner reads what was kept"
     assert list(await store.answers(job_id, ["all/player@0", "all/player@1"])) == ["all/player@1"]
     await redis.call("DEL", JobKeys(job_id).record, JobKeys(job_id).answers)
     await redis.close()

@@ -41,7 +41,7 @@ async def test_a_submission_that_was_cut_off_is_carried_out_when_it_is_repeated(
         return False
 
     monkeypatch.setattr(JobStore, "create", cut_off)
-    job_id = await cluster.submit(job_yaml())  # clients repeat what was unavailable
+    job_id = await cluster.submit(job_yaml())  # clients repeat unavailable calls
     assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
 
 

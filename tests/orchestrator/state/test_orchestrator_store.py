@@ -261,7 +261,7 @@ async def test_metrics_come_in_pages_the_newest_first(desk: Desk) -> None:
     while more:
         rows, token = await desk.store.metrics_page(job_id, 10, token)
         seen.append([row.step for row in rows])
-        # A page stays what it is when rows are added.
+        # A page does not change when rows are added.
         await desk.store.finish_step(job_id, epoch, 24 + len(seen), {"a": 1.0})
         more = bool(token)
     assert seen == [[*range(16, 26)], [*range(6, 16)], [*range(1, 6)]]
@@ -290,7 +290,7 @@ async def test_later_steps_are_read_without_the_history(
         read.clear()
         found = [row.step for row in await desk.store.metrics(job_id, after)]
         assert found == [*range(after + 1, 401)]
-        # A page more than what is found, and each page is four times the one before.
+        # One page more than needed, and each page is four times the previous one.
         assert sum(read) <= min(400, 5 * max(64, 400 - after))
 
 
@@ -312,6 +312,6 @@ async def test_a_follower_leaves_old_metrics_out_and_nothing_else(desk: Desk) ->
 
     assert await told("", 5) == [*"----", "297", "298", "299", "300", "-"]
     assert len(await told("", None)) == len(await told("", 10_000)) == 305
-    # Whoever reconnects gets what has happened since.
+    # A client that reconnects gets the events since then.
     first = (await desk.log.page(job_id, ""))[0].event_id
     assert len(await told(first, 5)) == 304

@@ -1,4 +1,4 @@
-"""Model services on the devices of a host: who is there, who leaves, and what can go wrong."""
+"""Model services on the devices of a host: residence, eviction, and faults."""
 
 from __future__ import annotations
 

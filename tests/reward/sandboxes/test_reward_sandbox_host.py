@@ -1,4 +1,4 @@
-"""What of the host a sandbox can change, and what of a cluster's data it can read: nothing."""
+"""A sandbox can change nothing on the host, and read none of a cluster's data."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def fill(data: Path) -> list[Path]:
-    """A data directory with what a cluster writes there."""
+    """A data directory with a cluster's files."""
     data.mkdir(parents=True, exist_ok=True)
     config, _ = write_config(data, 1234)
     config.write_text(f"{config.read_text()}# {SECRET}\n")

@@ -44,7 +44,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Uploaded source, which nobody elsewhere can open by its path."""
+    """Uploaded source, which cannot be opened elsewhere by its path."""
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "hostile_functions.py").write_text(FUNCTIONS.read_text())
@@ -79,7 +79,7 @@ async def test_a_remote_sandbox_answers_only_for_the_function(port: int, source:
         attacks = {**REMOTE, "entrypoint": "hostile_functions:runs"}
         assert await mine.call("runs", attacks, code=ATTACK, arguments=["20"]) == "[]"
         assert await mine.call("attacks_its_supervisor", REMOTE) == ["PermissionError"] * 3
-        # What a call writes where code was sent to is imported by nobody.
+        # Files that a call writes next to uploaded code are never imported.
         forged = ["/tmp/source/honest.py", "/tmp/troupe/csv.py"]
         assert await mine.call("writes_all", REMOTE, paths=forged) == ["done"] * 2
         says = {**REMOTE, "entrypoint": "honest:says"}

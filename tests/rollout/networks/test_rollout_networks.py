@@ -214,7 +214,7 @@ async def test_a_cast_is_played_and_only_the_learners_fragment_is_kept(house: Ho
         assert (arrays["actions"] == 1).all()
         assert arrays["observations"][1].argmax(axis=-1).tolist() == [[1 - seat]] * 3
         assert dict(ended[ticket.trajectory_id].start_versions) == {"big": 0, "all--0": 0}
-    # Members among themselves: both get what they agree upon, and nothing is stored.
+    # Members against each other: both get the agreed value, and nothing is stored.
     matches = evaluation(2)
     for match, cast in zip(matches, (("all--1", "all--1"), ("all--0", "all--1")), strict=True):
         match.purpose = rollout_pb.Ticket.PURPOSE_MATCH
@@ -362,7 +362,7 @@ def _kuhn() -> JobSpec:
 
 
 async def test_behave_returns_the_probabilities_of_every_information_state(house: House) -> None:
-    """And it is what they do when they play."""
+    """And their play follows these probabilities."""
     spec = _kuhn()
     spaces = environment_of(spec).spaces
     await _prepare(house, spec, spaces)

@@ -73,7 +73,7 @@ async def test_stuck_environments_are_given_up_and_nobody_waits(house: House) ->
     await prepare(house, "some_get_stuck", trajectory_seconds=10, trajectory_retries=3)
     stuck = asyncio.create_task(house.run(training()))
     await until(lambda: len(worlds.STUCK) >= 4)
-    # While they are stuck others go on, one after the other.
+    # While they are stuck, others continue, one after the other.
     for _ in range(3):
         event = await house.run_one(index=2)
         assert event.state == COMPLETED

@@ -81,7 +81,7 @@ async def test_a_workflow_that_never_returns_ends_at_its_deadline(tmp_path: Path
         f"deadline: not done within limits.trajectory_seconds = {seconds} s; "
         "after 1 turns it was waiting for the workflow"
     )
-    assert [t.agent for t in event.turns] == ["solver"]  # what it said until then is shown
+    assert [t.agent for t in event.turns] == ["solver"]  # its turns until then are shown
 
 
 async def test_a_workflow_that_refuses_to_be_cancelled_is_closed(

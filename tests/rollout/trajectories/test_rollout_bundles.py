@@ -47,7 +47,7 @@ def test_property_messages_hold_all_events_in_order(sizes: list[int]) -> None:
 
 
 class Left:
-    """Who is told that a listener goes."""
+    """A runner that records leaving listeners."""
 
     def __init__(self) -> None:
         self.gone: Counter[Any] = Counter()

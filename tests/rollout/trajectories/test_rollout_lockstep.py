@@ -17,7 +17,7 @@ from troupe.workflow.backend import EndpointOptions
 
 
 class World:
-    """Calls that take as many passes of the event loop as they are told; keeps their order."""
+    """Calls that take a given number of passes of the event loop, and record their order."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []

@@ -53,7 +53,7 @@ def test_every_prompt_comes_back_whole(prompts: list[tuple[str, Prompt]]) -> Non
 
 
 def test_a_conversation_is_sent_once() -> None:
-    """Bytes grow with what is said, not with its square."""
+    """Bytes grow linearly with the conversation, not quadratically."""
     history: Prompt = []
     prompts: list[tuple[str, Prompt]] = []
     for turn in range(20):

@@ -95,7 +95,7 @@ def test_every_response_token_is_scored_once_behind_its_own_prefix(
     found: dict[int, tuple[list[int], int]] = {}
     for piece in plan(rows, budget, packed=packed, sharing=sharing, limit=limit):
         batch, length = piece.input_ids.shape
-        if packed:  # no token but those of rows
+        if packed:  # only tokens of rows
             assert piece.packing is not None
             assert (batch, length) == (1, sum(piece.packing.query_lengths))
         assert sum(piece.spans) == len(piece.targets)
@@ -125,7 +125,7 @@ def test_a_shared_prompt_is_fed_once() -> None:
     (piece,) = plan(long, 1000, sharing=DEAR)
     assert piece.packing is not None
     assert piece.packing.query_lengths == piece.packing.key_lengths
-    # A tree does not outgrow what a pass may hold.
+    # A tree never exceeds a pass.
     assert max(p.input_ids.numel() for p in plan(rows, 10, sharing=FREE)) == 10
 
 

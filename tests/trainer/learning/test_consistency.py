@@ -1,4 +1,4 @@
-"""Strong consistency: the accumulated gradient is that of the full batch, in any division.
+"""Strong consistency: the accumulated gradient equals the full batch's, in any division.
 
 Random seeds, shapes, partitions, arrival orders, retries and two policies whose micro-batches
 take turns, through the real `Learner`, against autograd on the mean loss of the whole batch.
@@ -180,8 +180,8 @@ def _check(
     rounding: float = 0.0,
     **sections: Any,
 ) -> None:
-    """The accumulated gradient is the full batch's to `bound`, and that of the textbook
-    in float64 to `bound` and the `rounding` that the model itself does."""
+    """The accumulated gradient equals the full batch's up to `bound`, and the textbook's in float64
+    up to `bound` and the model's own `rounding`."""
     pipeline = {"mode": "sync", "steps": 10, "queries_per_step": 4}
     spec = make_spec(
         tokenizer,
@@ -323,7 +323,8 @@ def _choices() -> Iterator[tuple[str, str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_critic_with_everything_that_a_job_may_declare(tokenizer: Path, loss: str) -> None:
-    """In micro-batches it is what it is at once; `async` refuses what has no correction."""
+    """Micro-batches give the same result as the whole batch; `async` refuses losses without a
+    correction."""
     for normalize, correction, old in _choices():
         algorithm = {
             "advantage": "gae",

@@ -43,7 +43,7 @@ def rows_of(played: Played) -> list[Row]:
 
 
 def to_go(rows: list[Row], gamma: float = 1.0, *, first: bool = True) -> list[float]:
-    """gae with values of zero and lambda 1: what is earned from each turn's first (last) token."""
+    """gae with values of zero and lambda 1: the return from each turn's first (last) token."""
     values = torch.zeros(sum(response_lengths(rows)))
     found = chained_advantages(rows, values, gamma=gamma, gae_lambda=1.0)
     parts = torch.split(found, response_lengths(rows))
@@ -113,7 +113,7 @@ async def test_sides_that_a_workflow_names_are_episodes_of_their_own() -> None:
 
 @pytest.mark.parametrize("credit", ["episode", "to_go"])
 async def test_a_game_in_steps(credit: Credit) -> None:
-    """Pennies pays 1, 0, 1: what is to go from each turn on, and never the sum of those."""
+    """Pennies pays 1, 0, 1: the remaining reward from each turn on, never the sum of these."""
     answers = {"x": ["heads"] * 3, "y": ["heads", "tails", "heads"]}
     workflow = GameWorkflow(Pennies, permute=False, credit=credit)
     played = await played_by(workflow, ("x", "y"), policy=ScriptedPolicy(answers))
@@ -146,7 +146,7 @@ async def test_against_itself_an_agent_has_a_chain_for_each_seat(
 
 
 RULES: list[tuple[IllegalRule, list[float], list[float]]] = [
-    # (rule, what x's turns are compared by, what they earn from there on)
+    # (rule, the comparison of x's turns, their remaining rewards)
     ("lose", [-1.0], [-1.0]),
     ("resample", [-1.0] * 3, [-3.0, -2.0, -1.0]),
 ]

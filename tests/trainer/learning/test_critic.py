@@ -59,7 +59,7 @@ def test_an_agents_turns_are_one_episode_in_whatever_order_they_come() -> None:
     values = torch.zeros(8)
     got = chained_advantages(rows, values, gamma=1.0, gae_lambda=1.0)
     assert got.tolist() == [7.0, 5.0, 5.0, 6.0, 6.0, 6.0, 9.0, 3.0]
-    # One step: what the next turn's first token is worth, whoever spoke in between.
+    # One step: the value of the next turn's first token, whoever spoke in between.
     values = torch.tensor([0.0, 10.0, 0.0, 0.0, 0.0, 20.0, 0.0, 0.0])
     got = chained_advantages(rows, values, gamma=0.5, gae_lambda=0.0)
     assert got.tolist() == [7.0, -10.0, 5.0, 0.0, 10.0, -14.0, 9.0, 3.0]
@@ -83,7 +83,7 @@ def test_at_first_values_are_zero_and_advantages_are_returns(tokenizer: Path) ->
 
 
 def test_values_learn_what_rewards_are(tokenizer: Path) -> None:
-    """The reward is told by the prompt: after some steps nothing of it is a surprise."""
+    """The prompt determines the reward: after some steps it is fully predicted."""
     learner = _learner(_spec(tokenizer, critic={"gae_lambda": 1.0}))
     rows = _rows(learner, groups=3, members=6)
     rows = [replace(r, reward=float(r.ids[0] % 3)) for r in rows]
@@ -162,7 +162,7 @@ def test_order_and_partition_leave_no_trace_in_deterministic_mode(
 
 
 def test_micro_batches_are_the_full_batch(tokenizer: Path) -> None:
-    """In float64, where nothing but rounding could differ. In the second step values differ."""
+    """In float64, where only rounding could differ. In the second step values differ."""
     spec = _spec(tokenizer)
     found = []
     for pieces in (1, 5):
@@ -192,8 +192,9 @@ def test_a_value_that_is_not_finite_skips_the_step(tokenizer: Path) -> None:
 
 
 def test_a_critic_of_the_team_sees_more_than_one_of_the_agent(tokenizer: Path) -> None:
-    """MAPPO: the reward depends on what the other agent sees. A critic of the agent's own prompt
-    explains nothing of it; one of the team's nearly all, and advantages are smaller by as much."""
+    """MAPPO: the reward depends on the other agent's observation. A critic on the agent's own
+    prompt explains none of it; one on the team's explains nearly all, and advantages shrink
+    accordingly."""
     dice = np.random.default_rng(0)
     found = {}
     for observes in ("agent", "team"):

@@ -108,7 +108,7 @@ def plain_gradient(
 
 
 def with_columns(spec: JobSpec, rows: list[Row]) -> list[Row]:
-    """Rows with what the teachers' engines would say."""
+    """Rows with the log-probs of the teachers' engines."""
     distillation = spec.algorithm.distillation
     assert distillation is not None
     taught = []
@@ -153,7 +153,7 @@ def test_threads_and_padded_rows_compute_the_same(
     threaded = learner_of(spec)
     torch.testing.assert_close(gradient(threaded, rows, []), expected, rtol=1e-5, atol=1e-7)
     monkeypatch.undo()
-    # Models whose logits are no linear layer's, and that cannot be packed.
+    # Models whose logits do not come from a linear layer, and that cannot be packed.
     plain = learner_of(spec)
     for forward in (plain._passes._forward, *plain._passes._teachers.values()):
         forward.capabilities = replace(forward.capabilities, packs=False, linear_head=False)

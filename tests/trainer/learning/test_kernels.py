@@ -66,7 +66,7 @@ MODULES = {
 
 
 def make_model(kind: str) -> Any:
-    """Random weights, those of norms as well, which begin as ones elsewhere."""
+    """Random weights, also for norms, which are ones elsewhere at first."""
     values = tiny_config(model_type=kind, hidden_size=64, num_attention_heads=4)
     values["num_key_value_heads"] = 2
     values |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
@@ -121,7 +121,7 @@ def test_architectures_give_what_they_gave(kind: str, modules: int) -> None:
 
 
 class OddRMSNorm(torch.nn.Module):
-    """Named as what it is not."""
+    """A module with a misleading name."""
 
     def __init__(self, odd: str) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class OddRMSNorm(torch.nn.Module):
         self.odd = odd
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As RMSNorm but for one thing."""
+        """Like RMSNorm, with one difference."""
         eps = 1e-5 if self.odd == "eps" else self.eps
         centred = x - x.mean(-1, keepdim=True) if self.odd == "mean" else x
         weight = 1 + self.weight if self.odd == "weight" else self.weight

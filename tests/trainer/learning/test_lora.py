@@ -44,7 +44,7 @@ def adapter(model: Any) -> Adapter:
 
 
 def storages(module: torch.nn.Module) -> dict[int, int]:
-    """Bytes by address of what a module's parameters lie in."""
+    """Return the bytes of the storages of a module's parameters, by address."""
     kept = (p.untyped_storage() for p in module.parameters())
     return {s.data_ptr(): s.nbytes() for s in kept}
 

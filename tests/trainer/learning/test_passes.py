@@ -61,7 +61,7 @@ def test_activation_checkpointing_gives_the_same_bits_in_less_memory(tokenizer: 
     again = learner_of(tokenizer, {"activation_checkpointing": True}, **wide)
     most = {}
     for name, learner in {"plain": plain, "again": again}.items():
-        gradient(learner)  # what is made once is made
+        gradient(learner)  # warm-up
         learner.discard()
         most[name] = tensor_peak(lambda learner=learner: gradient(learner))
     assert torch.equal(gradient(plain, 1), gradient(again, 1))

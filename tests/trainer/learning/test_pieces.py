@@ -106,8 +106,8 @@ def first_of(batches: list[PackedBatch], batch: PackedBatch) -> int:
 
 
 def layout_of(batches: list[list[PackedBatch]]) -> dict[tuple[int, int], list[list[int]]]:
-    """By sequence and piece, the tokens of its keys: those of each rank, padded alike. `batches`:
-    by rank."""
+    """Return, by sequence and piece, the tokens of its keys, of each rank, padded to one length.
+    `batches`: by rank."""
     found: dict[tuple[int, int], list[list[int]]] = {}
     for rank, mine in enumerate(batches):
         for number, batch in enumerate(mine):
@@ -342,7 +342,7 @@ def test_a_long_conversation_is_trained_in_the_memory_of_a_pass(tokenizer: Path)
     rows = [replace(one, reward=k, group_rewards=(0.0, 7.0)) for k, one in enumerate(rows)]
     held = []
     for learner in (whole, cut):
-        learner.accumulate(rows)  # what is made once is made
+        learner.accumulate(rows)  # warm-up
         learner.discard()
         held.append(tensor_peak(lambda learner=learner: learner.accumulate(rows)))
     assert held[1] < 0.4 * held[0]

@@ -26,7 +26,7 @@ SHAPE = Shape(groups=4, members=4, prompt=12, response=16)
 
 
 def routed(row: Row) -> Row:
-    """Experts that follow from the tokens so far, as those of an engine: a prefix has its own."""
+    """Experts that depend on the tokens so far, as in an engine: a prefix has its own."""
     ids = row.ids[:-1]
     first = np.cumsum(ids) % 8
     both = np.stack([first, (first + 1 + ids % 7) % 8], -1)

@@ -101,7 +101,7 @@ def test_short_rows_attend_as_defined(
     expected = by_definition(segments, tokens, heads, window, scale)
     for ours, own in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=2e-6)
-    # Another layer of the same kind: the same bits, from what the first one made.
+    # Another layer of the same kind: the same bits, from the first one's indices.
     again = attend(packing, tokens, heads, scaling=scaling, sliding_window=window)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 

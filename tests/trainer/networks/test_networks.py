@@ -50,7 +50,7 @@ def spec_of(learning: dict[str, Any] = MAPPO, **pipeline: Any) -> JobSpec:
 def rows(
     stage: TrainingStage, spec: JobSpec, ref: common_pb.WeightsRef, step: int
 ) -> dict[str, list[store_pb.Sample]]:
-    """By query what a rollout worker stores of a step that is played with `ref`."""
+    """Return, by query, a rollout worker's rows of a step that is played with `ref`."""
     network = spec.policies["solver"].network
     assert network is not None
     actor = Actor(environment_of(spec), {"solver": Seat(network, tuple(spec.agents))})
@@ -150,7 +150,7 @@ async def test_a_step_that_moves_to_another_worker_ends_with_the_same_bits(
     await play(stage, spec, ref, 1, QUERIES[:2])
     running = asyncio.create_task(here.events(1, 1))
     async with asyncio.timeout(PATIENCE):
-        # Until it has begun, its samples are those of the step before.
+        # Until it has begun, it has the previous step's samples.
         while not any((s.step, s.samples) == (1, 2) for s in await here.statuses()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     state = await here.suspend()

@@ -123,7 +123,7 @@ def test_pettingzoo_parallel_by_hand() -> None:
     assert reset.obs["player_0"].legal == {"rock": 0, "paper": 1, "scissors": 2}
     step = game.step({"player_0": 0, "player_1": 1})
     assert step.rewards == {"player_0": -1.0, "player_1": 1.0}
-    assert step.obs["player_0"].text == "1"  # what the other one did
+    assert step.obs["player_0"].text == "1"  # the other one's action
 
 
 def test_pettingzoo_aec_by_hand() -> None:

@@ -43,7 +43,7 @@ class Forgetful(Nim):
 
 
 class Leftover(Nim):
-    """`reset` does not clear what the last episode left."""
+    """An environment whose `reset` does not clear the last episode's state."""
 
     games = 0
 

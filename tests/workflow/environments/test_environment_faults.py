@@ -66,7 +66,7 @@ async def test_a_fault_in_a_step_is_not_repeated(what: str, reason: str, says: s
         ("raise", "init"),
         ("die", "reset"),
         ("hang", "reset"),
-        pytest.param("hang", "init", marks=pytest.mark.slow),  # starts take long beside others
+        pytest.param("hang", "init", marks=pytest.mark.slow),  # concurrent starts take long
     ],
 )
 async def test_a_beginning_is_tried_again_on_a_fresh_process(

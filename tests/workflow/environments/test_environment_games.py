@@ -133,7 +133,7 @@ async def test_a_player_without_legal_moves_is_treated_as_the_rule_says(
     before = COUNTERS.of("illegal_moves", "Nim")
     played = await game(workflow, policy)
     by_x = [reward for name, reward in rewards_of(played) if name == "x"]
-    assert set(by_x) == {-1.0}  # what was no move is punished as that, whoever wins
+    assert set(by_x) == {-1.0}  # an illegal answer is punished, whoever wins
     assert played.metrics["forfeits"] == forfeits
     assert COUNTERS.of("illegal_moves", "Nim") == before + len(by_x)
     if answers:

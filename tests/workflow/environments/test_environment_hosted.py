@@ -34,7 +34,7 @@ async def test_a_hosted_environment_plays_like_a_local_one() -> None:
     alone = play_randomly(Nim(), 5)
     environment = hosted(f"{ZOO}:Nim", limits=QUICK)
     try:
-        for _ in range(2):  # a used process begins anew
+        for _ in range(2):  # a used process restarts
             await environment.reset(5)
             assert environment.properties == Nim().properties
             steps = [await environment.step(moves) for moves in alone.moves]

@@ -80,7 +80,7 @@ async def test_waiting_for_a_process_has_a_deadline() -> None:
 async def test_killed_processes_cost_their_episode_and_no_place_in_the_pool(
     pool: EnvironmentPool,
 ) -> None:
-    """Four players share two processes; those of one player are killed under it."""
+    """Four players share two processes; one player's processes are killed during its game."""
     played = lost = 0
 
     async def play_some(player: int) -> None:

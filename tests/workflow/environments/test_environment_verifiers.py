@@ -74,7 +74,7 @@ def scored(traces: list[dict[str, Any]], **weights: float) -> EpisodeScores:
 
 def test_rewards_are_those_of_the_roles_and_metrics_have_names() -> None:
     found = scored([trace("writer", 2.0, right=1.0, brief=1.0), trace("judge", 0.0)])
-    # The judge is not rewarded by the environment: it has what the team has.
+    # The environment does not reward the judge, who gets the team's reward.
     assert found.reward([]) == {"team": 2.0, "writer": 2.0, "judge": 2.0}
     assert found.metrics == {
         "writer/right": 1.0,

@@ -261,7 +261,7 @@ def test_episodes_of_one_process_run_concurrently(tasksets: str) -> None:
             )
         )
 
-    # In a second event loop the same processes go on.
+    # In a second event loop the same processes continue.
     for _ in range(2):
         for found in asyncio.run(many()):
             assert found.rewards == {"writer": 2.0, "judge": 1.0, "team": 1.5}

@@ -115,7 +115,7 @@ class Pennies(Environment):
 
 
 class Naughty(Nim):
-    """Fails as it is told to: `what` at `when` (`import`, `init`, `reset` or `step`).
+    """Fails in the given way: `what` at `when` (`import`, `init`, `reset` or `step`).
 
     With `once` (a path) only the first time, whichever process that is in.
     """

@@ -125,7 +125,7 @@ def test_the_command_tries_an_existing_agent(
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter that has nothing but its standard library."""
+    """An interpreter with only its standard library."""
     place = tmp_path_factory.mktemp("bare")
     venv.create(place, with_pip=False)
     return str(place / "bin" / "python")

@@ -188,7 +188,7 @@ async def test_a_policy_sees_what_it_is_asked() -> None:
     assert seen[0].sampling.max_new_tokens == 9
 
 
-# Functions in this process behave as those of the reward service.
+# Functions in this process behave like functions of the reward service.
 
 
 @pytest.mark.parametrize(
