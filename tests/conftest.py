@@ -25,7 +25,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "troupe")
 
 
 def pytest_collection_finish() -> None:
-    """What the suite imported stays: no collection of garbage need walk it (half a second each)."""
+    """Freeze the suite's imports, so that garbage collections do not walk them (half a second
+    each)."""
     gc.collect()
     gc.freeze()
 

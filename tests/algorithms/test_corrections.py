@@ -139,7 +139,7 @@ def test_the_bias_vanishes_as_the_cap_grows() -> None:
 
 
 def test_draws_agree_with_the_expectation() -> None:
-    """What the trainer does: actions drawn from mu, weighed, averaged."""
+    """The trainer's estimate: actions drawn from mu, weighted, averaged."""
     torch.manual_seed(2)
     theta = torch.tensor([0.3, -0.2, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
     mu = torch.log_softmax(torch.tensor([1.0, 0.0, -1.0, 0.4], dtype=torch.float64), -1)
@@ -171,7 +171,7 @@ def test_statistics_tell_weights_and_what_was_cut(correction: Correction) -> Non
     else:
         assert metrics["correction/weight_mean"] == pytest.approx((1 + 1.5) / 4)
         assert metrics["correction/masked_fraction"] == 0.5
-    # Nothing is clipped where nothing has a clip.
+    # Nothing is clipped without a clip.
     assert metrics["clip_fraction"] == 0.0
 
 

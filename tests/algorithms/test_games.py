@@ -156,7 +156,7 @@ def test_a_cooperative_matrix_game_is_solved(advantage: str, loss: str) -> None:
     row, column = (player.probabilities()[0] for player in players)
     assert float(row @ PAYOFF @ column) > 0.85
     assert (row.argmax().item(), column.argmax().item()) == (1, 1)
-    # What does not matter was not decided.
+    # Irrelevant tokens were not decided.
     assert all(float(player.probabilities()[1].max()) < 0.9 for player in players)
 
 

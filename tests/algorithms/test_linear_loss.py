@@ -116,7 +116,7 @@ def test_under_autocast_products_are_in_half_precision_and_scores_are_not() -> N
 
 
 def test_logits_of_all_tokens_never_exist() -> None:
-    """What is held at once grows with a block, not with the tokens."""
+    """Memory grows with a block, not with the tokens."""
     n, d, v, block = 512, 4, 2048, 16
     hidden, weight = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
     targets, heat = torch.randint(v, (n,)), torch.ones(n, 1)

@@ -135,7 +135,7 @@ def expected(case: Case) -> tuple[list[bool], list[float], list[float]]:
 
 
 def _weight(case: Case, seen: float) -> float:
-    """What a correction multiplies the loss against pi_old by."""
+    """The factor of a correction on the loss against pi_old."""
     return min(seen, CAP) if case.recomputed and case.correction != "none" else 1.0
 
 

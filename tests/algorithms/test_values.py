@@ -71,7 +71,7 @@ def test_the_value_loss_by_hand() -> None:
     losses = value_loss(values, returns, old, 0.2)
     torch.testing.assert_close(losses, 0.5 * _f64(0.81, 4.0, 0.64))
     (grad,) = torch.autograd.grad(losses.sum(), values)
-    # What has moved far enough towards its target moves no further; away from it, it comes back.
+    # A value that has moved far enough towards its target stops; one that moved away comes back.
     torch.testing.assert_close(grad, _f64(-0.9, -2.0, 0.0))
     plain = value_loss(values, returns, old, 0.0)
     torch.testing.assert_close(plain, 0.5 * (values - returns).square())

@@ -54,7 +54,7 @@ def test_a_quick_run_measures_every_way_there_is() -> None:
     assert found["four_readers_ratio"] > 0
     assert found["grpc_gib_s"] > 0
     assert found["exposed_fraction"] > 0
-    # What is not measured is null, not a number.
+    # A missing measurement is null, not a number.
     assert (found["ucx_ratio"] is None) == (found["ucx_gib_s"] is None)
 
 

@@ -79,7 +79,7 @@ async def test_killed_services_are_counted_and_replaced(cluster: DisturbedCluste
     assert set(after) == set(before)
     replaced = {name for name in before if after[name] != before[name]}
     assert replaced == set(killed)
-    # What lasts is mended at the end, although its time was not up.
+    # Lasting faults are healed at the end, even before their time.
     assert cluster.network.link(("rollout-0", "reward")).target
     assert psutil.Process(after["rollout-0"]).status() != psutil.STATUS_STOPPED
 
@@ -158,7 +158,7 @@ async def test_a_slow_disk_leaves_its_process_alive_and_alone(cluster: Disturbed
     assert await ping(cluster.cluster.state.redis_url, 5.0) is None
     assert cluster.process_of("redis") == life
     assert tracer_of(life.pid) == 0
-    # Nor does it harm that the process died meanwhile.
+    # A process that died meanwhile does no harm either.
     await fault.inject(cluster)
     await kill(life)
     await fault.heal(cluster)

@@ -61,7 +61,7 @@ class OtherHost(ModelServer):
 
 
 class Directory:
-    """What the orchestrator says: where workers are."""
+    """An orchestrator that returns the workers' addresses."""
 
     def __init__(self, *trainers: str) -> None:
         self.trainers = trainers
@@ -205,7 +205,7 @@ async def test_many_hosts_copy_from_each_other(
     async with AsyncExitStack() as running:
         there = [await running.enter_async_context(serving(one)) for one in (original, *copies)]
         hosts = [Here(tmp_path / f"n{i}", *there, advertise_address=there[i + 1]) for i in range(4)]
-        # What a process that was killed had begun.
+        # The leftovers of a killed process.
         left = (
             tmp_path / "n0/models" / f".{described_model(str(disk / 'solver')).digest[:32]}.1.tmp"
         )

@@ -48,7 +48,7 @@ async def first_script(client: RedisClient) -> None:
 
 
 async def errors_of(client: RedisClient) -> list[TroupeError]:
-    """What a plain write, a script, and a script among other commands raise."""
+    """Return the errors of a plain write, a script, and a script among other commands."""
     raised: list[TroupeError] = []
     for write in (
         lambda: client.call("SET", "key", "1"),

@@ -14,7 +14,7 @@ from tests.support.tiny_team import TEMPLATE
 from tests.workflow.stage import CHATML, make_tokenizer
 from troupe.chat_templates.chat import ChatTemplates
 
-# In the manner of Qwen3: tools, thoughts of the last turns only, results of tools in one turn.
+# Like Qwen3: tools, thoughts of the last turns only, results of tools in one turn.
 THINKING = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -98,7 +98,7 @@ THINKING = """
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
-# In the manner of Llama 3.1: special tokens, a system turn that is taken out, indented JSON.
+# Like Llama 3.1: special tokens, a system turn that is extracted, indented JSON.
 HEADERS = """
 {{- bos_token }}
 {%- if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}
@@ -139,7 +139,7 @@ HEADERS = """
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
-# What is left of the language: macros, calls, filters, tests, loops with conditions and breaks.
+# The rest of the language: macros, calls, filters, tests, loops with conditions and breaks.
 LANGUAGE = """
 {%- macro shown(content, tag='p') -%}
     {%- if content is string -%}<{{ tag }}>{{ content }}</{{ tag }}>

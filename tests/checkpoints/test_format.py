@@ -1,5 +1,5 @@
-"""What is published of a model is what transformers' `save_pretrained` writes of it, and the same
-model comes of it again."""
+"""A model's published tensors equal the output of transformers' `save_pretrained`, and give the
+same model again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()
 
 
-# Of those that are alike one is tried every time.
+# One of each kind is tried every time.
 ALIKE = {
     "qwen2_moe",
     "olmoe",
@@ -83,7 +83,7 @@ def test_names_shapes_and_values_are_those_of_save_pretrained(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_checkpoint_becomes_the_model_again(name: str, tmp_path: Path) -> None:
-    """By the same way as in transformers, and with it the model's log-probs."""
+    """In the same way as transformers, with the model's log-probs."""
     model = make(name)
     published = dict(CheckpointFormat(model, torch.float32).of(distinct_tensors(model)))
     other = make(name, seed=1)
@@ -97,7 +97,7 @@ def test_a_checkpoint_becomes_the_model_again(name: str, tmp_path: Path) -> None
 
 
 def test_a_checkpoint_with_stacked_experts_is_published_one_by_one(tmp_path: Path) -> None:
-    """Nobody but transformers loads that variant."""
+    """Only transformers loads that variant."""
     model = make("mixtral")
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "stacked")

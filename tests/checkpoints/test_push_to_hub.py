@@ -152,7 +152,7 @@ def test_a_hub_that_falls_silent_in_an_upload_is_given_up(
     hub.silent.set()
     with pytest.raises(DeadlineExceeded, match="to take 4"):
         repository.upload(runs / "mine/checkpoints/solver/v3", "it")
-    # What was left alone ends once the hub answers.
+    # The abandoned upload ends once the hub answers.
     hub.silent.clear()
     for thread in threading.enumerate():
         if thread.name == "hub":

@@ -35,7 +35,7 @@ def job(tmp_path: Path, raw: dict[str, Any]) -> Path:
         place = directory / folder / policy / f"v{version}"
         place.mkdir(parents=True)
         Lineage("old", "team", policy, version, version, "", "").write(place)
-    # As services write it, all defaults filled in.
+    # In the services' form, with all defaults filled in.
     text = yaml.safe_dump(job_of(raw).model_dump(mode="json"), sort_keys=False)
     (directory / "job.yaml").write_text(text)
     return directory

@@ -190,7 +190,7 @@ def test_deployed_functions_survive_a_restart_of_the_reward_service(
 async def test_a_service_that_restarted_is_told_without_being_asked(
     town: Town, deployed: list[Function]
 ) -> None:
-    """What jobs call goes from rollout to the reward service, not through the orchestrator."""
+    """Jobs' calls go from rollout to the reward service, not through the orchestrator."""
     channel = connect(town.reward.address, QUICK)
     stub = RewardStub(channel)
     await stub.DeleteFunction(

@@ -73,7 +73,7 @@ def test_a_full_disk_leaves_nothing_and_is_named(
             except SystemExit as error:
                 saved[leave] = error.code != 1
             ballast.unlink()
-            # What was there is there, and nothing keeps the disk full.
+            # Earlier files are unchanged, and nothing keeps the disk full.
             assert (disk / "models" / "warm_start.json").read_bytes() == old
             if saved[leave]:
                 break

@@ -330,7 +330,7 @@ def test_the_command_line_needs_to_be_told_nothing(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path / "runs"))
-    # Nor is a proxy that leads nowhere.
+    # Neither is a dead proxy.
     for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
         for variable in (name, name.upper()):
             monkeypatch.setenv(variable, "http://127.0.0.1:1")

@@ -38,7 +38,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers(path: Path) -> list[int]:
-    """Of the whole lines in a log."""
+    """Return the numbers in the complete lines of a log."""
     return [int(found) for found in LINES.findall(path.read_bytes())]
 
 

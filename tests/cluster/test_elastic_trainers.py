@@ -72,7 +72,7 @@ async def test_trainers_end_without_demand_and_return_with_it(supervisor: Superv
         await until(lambda: states(supervisor) == [ChildState.PARKED] * 2)
         assert [child.pid for child in supervisor.children.values()] == [None, None]
 
-        # As many as are wanted, and all of them where more are.
+        # As many as wanted, or all of them if more are wanted.
         binder.says = TrainerDemand(1, 0)
         await until(lambda: states(supervisor) == [ChildState.SERVING, ChildState.PARKED])
         binder.says = TrainerDemand(5, 1)
@@ -80,7 +80,7 @@ async def test_trainers_end_without_demand_and_return_with_it(supervisor: Superv
         back = [child.pid for child in supervisor.children.values()]
         assert None not in back
         assert set(back).isdisjoint(pids)
-        # Whoever came back is kept alive as before.
+        # A worker that came back is kept alive as before.
         os.kill(back[0] or 0, signal.SIGKILL)
         await until(lambda: supervisor.children[NAMES[0]].restarts == 1)
         await until(lambda: states(supervisor) == [ChildState.SERVING] * 2)

@@ -1,5 +1,5 @@
-"""What another user of the machine plants where every user may write, under names that Troupe will
-use. A real other user plants it: a child process that is not root."""
+"""Files of another user of the machine in world-writable places, under names that Troupe will use.
+A real other user plants it: a child process that is not root."""
 
 from __future__ import annotations
 

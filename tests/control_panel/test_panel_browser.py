@@ -250,7 +250,7 @@ async def test_jobs_are_compared(panel: Panel) -> None:
         await expect(page.locator("#compare-differences tbody tr")).to_have_text(
             "pipeline.steps2010"
         )
-        # It is an address to send to somebody.
+        # The address can be shared.
         await page.reload()
         await expect(page.locator("#compare-values tbody tr")).to_have_count(2)
         assert faults == []
@@ -317,7 +317,7 @@ async def test_the_form_completes_and_explains_as_one_types(panel: Panel) -> Non
         await expect(page.locator("#submit-spec")).to_have_value("pipeline:\n  mode: async")
         await expect(page.locator("#field-path")).to_have_text("pipeline.mode")
 
-        # In flow mappings too; a policy's name is one of those that the job has.
+        # Also in flow mappings; a policy's name is one of the job's.
         text = "policies: {big: {}, small: {}}\nagents: {solver: {policy: "
         await page.fill("#submit-spec", text)
         await page.keyboard.press("Control+ ")

@@ -141,7 +141,7 @@ async def test_metrics_as_columns_in_pages(panel: Panel) -> None:
     assert (older["steps"], older["next_page"]) == ([1, 2, 3], "")
     assert older["columns"].keys() == {"a", "b"}
     assert (await panel.http.get(path)).status_code == 422  # of nothing
-    # What was read so is left out of the stream.
+    # Metrics read in this way are left out of the stream.
     reply = await panel.http.post(f"/api/jobs/{job_id}/cancel")
     assert reply.status_code == 200
     told = (await panel.http.get(f"/api/jobs/{job_id}/events?recent_metrics=4")).text

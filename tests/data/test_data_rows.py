@@ -227,7 +227,7 @@ def test_the_order_is_the_same_in_every_release() -> None:
     assert [tasks.position(index) for index in range(16)] == ORDER
 
 
-# What this release draws; a resumed job of an earlier one must draw the same.
+# The draws of this release; a resumed job of an earlier one must draw the same.
 ORDER = [5, 6, 4, 1, 2, 0, 7, 3, 4, 2, 3, 1, 0, 7, 6, 5]
 
 

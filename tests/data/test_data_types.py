@@ -197,7 +197,7 @@ def test_files_in_a_folder_are_read_as_written_too(write: Write, tmp_path: Path)
 def test_without_the_hub_downloaded_files_are_read_as_written(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: bool
 ) -> None:
-    """As `hf download` leaves them. The library's own copy of the rows has inferred types."""
+    """As written by `hf download`. The library's own copy of the rows has inferred types."""
     rows = [{"question": "when?", "answer": "2024-01-05T10:00:00"}]
     commit = "0" * 40
     files = tmp_path / "hub" / "datasets--someone--dates"

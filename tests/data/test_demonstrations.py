@@ -261,7 +261,7 @@ def test_a_thought_that_is_part_of_the_answer_is_learned(shows: str) -> None:
 
 
 def test_a_prompt_that_closes_the_thought_is_answered_without_one() -> None:
-    """As Qwen3's with `enable_thinking: false`, an option of the policy."""
+    """Like Qwen3's with `enable_thinking: false`, an option of the policy."""
     template = OPEN_TEMPLATES["thoughts"].replace(
         "<think>\n' }}{% endif",
         "' + ('<think>\n' if enable_thinking else '<think>\n\n</think>\n\n') }}{% endif",
@@ -348,7 +348,8 @@ SYSTEM = {"role": "system", "content": "be kind"}
 def test_sides_that_repeat_the_prompt_are_learned_from_their_last_message(
     prompt: Any, before: list[Any]
 ) -> None:
-    """As in UltraFeedback and its likes: `chosen` and `rejected` are whole conversations."""
+    """As in UltraFeedback and similar data sets: `chosen` and `rejected` are whole
+    conversations."""
     who = roles("solver")
     rejected = [HELLO[0], assistant("go away")]
     plain = {"prompt": [*before, HELLO[0]], "chosen": "hello", "rejected": "go away"}

@@ -15,7 +15,7 @@ from tests.support.waiting import PATIENCE
 from troupe.demo.tasks import TASKS, TeamTasks, score, split_of
 
 INDICES = st.integers(0, 2**31 - 1)
-# As reasoning_gym is configured: it draws operations by weight, and e^-99 is never drawn.
+# With reasoning_gym's configuration: it draws operations by weight, and e^-99 is never drawn.
 OTHERS = ("rotate", "map", "crop", "remove_every_nth_row", "remove_every_nth_col", "zero_divisible")
 CONFIGURATIONS: dict[str, dict[str, int]] = {
     "spell_backward": {"min_word_len": 4, "max_word_len": 4},

@@ -29,7 +29,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheel` builds of the files that git does not ignore, as they stand."""
+    """Return the wheel that `make wheel` builds from the current files that git does not ignore."""
     place = tmp_path_factory.mktemp("wheel")
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -108,7 +108,7 @@ def images(engine: Run) -> Run:
     if not engine("docker", "image", "ls", "-q", REDIS).strip():
         stand_in = (
             "FROM python:3.11-slim\n"
-            # As in the official image: what a new volume at /data then belongs to.
+            # As in the official image: the owner of a new volume at /data.
             "RUN mkdir /data && chown 999:1000 /data\n"
             'ENTRYPOINT ["sh", "-c", '
             '"exec \\"$@\\" --bind 0.0.0.0 --protected-mode no", "--"]\n'

@@ -22,7 +22,7 @@ Values = dict[str, Any]
 # Objects by kind and name.
 Objects = dict[tuple[str, str], dict[str, Any]]
 
-# In a process of its own: the library is Go's, with a runtime that stays in the process.
+# In a separate process: the library is Go's, with a runtime that stays in the process.
 _RENDER = """
 import json, sys
 from helm_python import Chart, HelmError, lint

@@ -92,7 +92,7 @@ CASES: Final[dict[str, Values]] = {
     },
 }
 
-# What contradicts itself, and the field that the refusal names.
+# Contradictory values, and the field that the refusal names.
 REFUSED: Final[list[tuple[Values, str]]] = [
     ({"redis": {"external": {"url": "redis://elsewhere:6379/0"}}}, "redis"),
     ({"redis": {"enabled": False}}, "redis"),
@@ -154,7 +154,7 @@ SETTINGS: Final[dict[str, type[ServiceSettings]]] = {
 
 @pytest.fixture(scope="module")
 def rendered() -> dict[str, Objects]:
-    """What every case renders."""
+    """The rendered output of every case."""
     found = render(*CASES.values())
     refused = {name: str(one) for name, one in zip(CASES, found, strict=True) if is_refused(one)}
     assert not refused
@@ -237,7 +237,7 @@ def test_services_understand_their_variables(
         with monkeypatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            # As the image and LeaderWorkerSet have it.
+            # As in the image and in LeaderWorkerSet.
             patch.setenv("TROUPE_HOST", "0.0.0.0")
             if "TROUPE_PORT" not in variables:
                 patch.setenv("TROUPE_PORT", "50051")
@@ -340,7 +340,7 @@ def test_gangs_are_admitted_as_a_whole(rendered: dict[str, Objects]) -> None:
     leader, worker = group["leaderTemplate"]["metadata"], group["workerTemplate"]["metadata"]
     assert leader["annotations"] == worker["annotations"]
     assert leader["annotations"]["kueue.x-k8s.io/podset-required-topology"] == "rack"
-    # Nobody asks a follower, which serves nothing.
+    # A follower serves nothing and gets no requests.
     assert "readinessProbe" in group["leaderTemplate"]["spec"]["containers"][0]
     assert "readinessProbe" not in group["workerTemplate"]["spec"]["containers"][0]
     assert "kueue" not in json.dumps(list(rendered["own"].values()))
@@ -457,7 +457,7 @@ def test_autoscalers_read_metrics_that_there_are(rendered: dict[str, Objects]) -
         spec = objects["ScaledObject", name]["spec"]
         reference = spec["scaleTargetRef"]
         assert (reference.get("kind", "Deployment"), reference["name"]) == target
-        # Who scales it must not be overruled by the chart's own number.
+        # The chart's own number must not overrule an autoscaler.
         assert "replicas" not in objects[target]["spec"]
         assert spec["minReplicaCount"] == 0
         (trigger,) = spec["triggers"]

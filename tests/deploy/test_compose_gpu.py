@@ -24,7 +24,7 @@ compose = pytest.mark.skipif(not HAS_COMPOSE, reason="docker-compose is not inst
 
 
 def _merged(*files: str, **env: str) -> dict[str, Any]:
-    """What docker-compose makes of the files."""
+    """Return the files' configuration according to docker-compose."""
     chosen = [part for file in files for part in ("-f", file)]
     done = subprocess.run(
         [*PROGRAM, *chosen, "config"],

@@ -55,7 +55,7 @@ VALUES: Final[Values] = {
         }
     },
 }
-# What `models` holds: the example's architectures with random weights.
+# Contents of `models`: the example's architectures with random weights.
 MAKE_MODELS: Final = """
 from troupe.demo.models import make_model
 from troupe.demo.models import make_tokenizer

@@ -19,7 +19,7 @@ _HEADING = re.compile(r"(?m)^#+ (.*)$")
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Return the anchors of its headings, in GitHub's form."""
     found = _HEADING.findall(page.read_text())
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found}
 

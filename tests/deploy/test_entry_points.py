@@ -10,8 +10,8 @@ FOLDERS = ("troupe", "services", "testbed", "benchmarks", "scripts", "examples")
 
 
 def test_a_program_begins_after_all_that_its_module_defines() -> None:
-    """What lies below the call of `main` does not exist while it runs: ranks that were to copy
-    their states ended with a NameError."""
+    """Code below the call of `main` does not exist while it runs: ranks that were to copy their
+    states ended with a NameError."""
     early = []
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         if "__main__" in (text := path.read_text()):

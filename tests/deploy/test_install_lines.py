@@ -37,13 +37,13 @@ OPTIONS_WITH_VALUE = {
     *("-r", "--requirement", "-c", "--constraint"),
     *("--python", "--index-url", "--find-links", "--target"),
 }
-# What stands for something that the reader or the shell fills in.
+# Placeholders that the reader or the shell fills in.
 PLACEHOLDER = re.compile(r"\$|\{|\.\.\.|^[A-Z]+$")
 
 
 @dataclass(frozen=True)
 class InstallLine:
-    """What one command installs, and where it is told."""
+    """The packages of one command, and its place."""
 
     where: str
     arguments: tuple[str, ...]

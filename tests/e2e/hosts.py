@@ -47,7 +47,7 @@ class Host:
         return self.directory / "data"
 
     def states(self) -> dict[str, bytes]:
-        """What its transfer layer holds, by key."""
+        """The content of its transfer layer, by key."""
         return {
             path.relative_to(self.transfer).as_posix(): path.read_bytes()
             for path in self.transfer.rglob("*")
@@ -145,7 +145,7 @@ class Hosts:
         return next(c for c in children if "troupe.transfer.remote" in " ".join(c.cmdline()))
 
     def log(self, name: str) -> str:
-        """What a service has said."""
+        """Return a service's log."""
         return (self.directory / f"{name}.log").read_text(errors="replace")
 
     def metrics(self, name: str) -> str:

@@ -53,7 +53,7 @@ def population_job(
             }
             for policy in policies
         },
-        # Whatever a policy says that knows nothing, there is something to learn from it.
+        # Even an untrained policy's answers give a signal to learn from.
         "algorithm": {"advantage": "rae"},
         "pipeline": {"steps": 2, "queries_per_step": 4, "group_size": 4, **(pipeline or {})},
         "limits": {"trajectory_seconds": 200, "turn_seconds": 200, "step_seconds": 400},
@@ -91,7 +91,7 @@ def check_payoffs(found: Population, matches: list[Match]) -> None:
         members = [own[place] for own, place in zip(names, cell.members, strict=True)]
         own = paid[tuple(sorted(members) if found.symmetric else members)]
         assert len(own) == cell.matches
-        # Whoever plays several sides gets the mean of them.
+        # A member on several sides gets their mean.
         for member in dict.fromkeys(members):
             expected = [
                 match.payoffs[agent]
@@ -134,7 +134,7 @@ def match_seats(matches: list[Match]) -> Counter[tuple[str, str]]:
 
 
 async def training_casts(end: Ended) -> list[dict[str, str]]:
-    """By training trajectory that is still known: who played whom (agent -> policy)."""
+    """Return, by stored training trajectory, the policy of each agent."""
     found = []
     for one in await end.handle.trajectories(limit=10_000):
         if not one.evaluation and one.state == "completed":

@@ -35,7 +35,7 @@ class Ended:
 
     @property
     def problem(self) -> Any:
-        """What its end was, which must say what to do about it."""
+        """Return its end, which must have a remedy."""
         assert self.job.problem is not None, self.job
         assert self.job.problem.remedy, self.job.problem
         return self.job.problem

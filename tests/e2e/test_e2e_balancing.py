@@ -77,6 +77,6 @@ async def learn(
 
 
 async def moves_of(handle: AsyncJobHandle) -> int:
-    """As the job's log tells."""
+    """According to the job's log."""
     texts = [event.text async for event in handle.watch() if isinstance(event, Notice)]
     return sum(" moved from " in text for text in texts)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @contextmanager
 def open_files(limit: int) -> Iterator[None]:
-    """What `ulimit -Sn LIMIT` does, for processes that start meanwhile."""
+    """Apply `ulimit -Sn LIMIT` to processes that start meanwhile."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:

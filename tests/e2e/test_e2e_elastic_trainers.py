@@ -42,11 +42,11 @@ async def test_trainers_end_between_jobs_and_are_back_for_the_next(
             assert record.state == "succeeded", record
             assert not (await handle.audit()).violations
             assert await parked() == ["trainer-0", "trainer-1"]
-        # What an autoscaler reads elsewhere.
+        # The values that an autoscaler reads elsewhere.
         orchestrator = next(s for s in cluster.state.services if s.name == "orchestrator")
         url = f"http://{orchestrator.metrics_address}/metrics"
         assert "\ntroupe_trainers_wanted 0.0\n" in await asyncio.to_thread(_read, url)
-        # Who rests is not ill.
+        # An idle worker is not a faulty one.
         assert await asyncio.to_thread(main, ["status", "--data-dir", str(tmp_path)]) == 0
         assert capsys.readouterr().out.count("parked") == 2
 

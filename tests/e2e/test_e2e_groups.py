@@ -112,7 +112,7 @@ async def test_a_gang_over_two_nodes_goes_on_with_a_third_when_one_is_lost(
                 for holder in device.holders
             ]
             assert {(one.name, f"{handle.id}/solver") for one in machines[:2]} <= set(holders)
-            # Nobody reads another's disk: each host has whole states, its own or copies.
+            # No host reads another's disk: each has whole states, its own or copies.
             for host in machines[:2]:
                 assert set(host.directory.rglob("state/solver/v*/whole.*")), host
                 # Only the head has the models.

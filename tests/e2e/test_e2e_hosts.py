@@ -106,7 +106,7 @@ async def test_two_hosts_learn_the_same_bits_as_one(
         checkpoints = {c.policy: Path(c.path) for c in await handle.checkpoints()}
     ours = frontier(hosts.host("right").data, handle.id, 3)
     assert not (hosts.host("left").data / handle.id / "state").exists()
-    # What people get from a job is with the orchestrator.
+    # A job's results for users are on the orchestrator's host.
     for policy in POLICIES:
         assert checkpoints[policy].is_relative_to(hosts.host("home").data)
         theirs = hosts.host("right").data / handle.id / "checkpoints" / policy / "v3"

@@ -49,7 +49,8 @@ async def started(house: House, base: Path) -> AsyncJobHandle:
 
 
 def states(house: House, handle: AsyncJobHandle) -> dict[str, list[str]]:
-    """What a policy goes on from after the last step: checksums of all parts."""
+    """Return the state from which a policy continues after the last step: checksums of all
+    parts."""
     found = {}
     for policy in ("checker", "solver"):
         (path,) = (house.data_dir / handle.id / "state" / policy).glob(f"v{STEPS}-*/state.json")

@@ -92,7 +92,7 @@ async def test_a_worker_that_dies_costs_its_own_trajectories_only(tmp_path: Path
     after = noted(notes)[len(before) :]
     lost = {one.name for one in before if one.pid == victim}
     unharmed = {one.name: one.pid for one in before if one.pid != victim}
-    # What was lost begins again, once, elsewhere; nothing else does.
+    # Lost trajectories restart once, elsewhere; no others do.
     again = [one for one in after if one.what == "start"]
     assert Counter(one.name for one in again) == Counter(lost)
     assert victim not in {one.pid for one in after}

@@ -30,7 +30,7 @@ MIXTURE: dict[str, Any] = {
 
 @pytest.mark.slow
 async def test_the_experts_of_every_token_reach_the_trainer(house: House, models: Path) -> None:
-    """Of the mixture; the dense policy beside it has none."""
+    """Return the mixture's routes; the dense policy next to it has none."""
     over: dict[str, Any] = {
         "pipeline.steps": 3,
         "policies.solver.model": {"config": MIXTURE, "tokenizer": str(models / "solver")},

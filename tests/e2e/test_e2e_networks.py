@@ -35,7 +35,7 @@ def _job(name: str, **pipeline: Any) -> str:
 
 
 async def _end(house: House, handle: AsyncJobHandle) -> list[str]:
-    """What the last state consists of, once the job has succeeded."""
+    """Return the parts of the last state, once the job has succeeded."""
     record = await handle.wait(timeout=200)
     assert record.state == "succeeded", record
     assert record.versions == {"team": 6}

@@ -202,7 +202,7 @@ async def test_a_payload_is_trained_once_as_the_engine_saw_it_although_the_store
     assert seen["q0_1_q0-t1"] == [payload(3), large]
     assert seen["q0_1_q0-t1"][1].data == large.data
 
-    # What is kept to compute the step again has the contents themselves.
+    # The data kept to recompute the step contains the contents themselves.
     kept = restore(share(values.with_values(whole)))
     assert [[one.digest for one in item.sample.payloads] for item in kept] == [
         [one.digest for one in item.sample.payloads] for item in whole

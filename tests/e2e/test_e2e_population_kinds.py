@@ -200,7 +200,7 @@ async def played(handle: AsyncJobHandle, least: int) -> None:
 async def test_best_responses_that_begin_with_the_first_weights(
     cluster: Standing, client: AsyncClient, algorithm: str
 ) -> None:
-    """To the bit, and the same where orchestrator and trainer are killed meanwhile."""
+    """Equal to the bit, also if orchestrator and trainer are killed meanwhile."""
     text = population_job(
         cluster.models,
         TWO,

@@ -69,7 +69,7 @@ def weights_of(house: House, job_id: str, found: Population) -> dict[str, dict[s
 
 
 def plans_of(weights: dict[str, torch.Tensor], game: str = "kuhn_poker") -> list[Any]:
-    """What the example's network does, by seat."""
+    """The behaviour of the example's network, by seat."""
     tree = histories_of(game)
     players = len(tree.tensors)
     network = NetworkSpec.model_validate(
@@ -90,7 +90,7 @@ def plans_of(weights: dict[str, torch.Tensor], game: str = "kuhn_poker") -> list
 
 
 async def test_psro_of_networks_becomes_hard_to_exploit(house: House) -> None:
-    """And its payoffs and NashConv are what whoever reads the members' files computes of them."""
+    """Its payoffs and NashConv equal the values computed from the members' files."""
     spec = yaml.safe_load(EXAMPLE.read_text())
     spec["population"]["stop"] = {"nash_conv": 0.25}
     handle = await house.client.submit(yaml.safe_dump(spec))

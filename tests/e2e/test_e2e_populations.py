@@ -96,7 +96,7 @@ async def test_a_population_survives_the_orchestrator(house: House, tmp_path: Pa
 async def test_payoffs_of_a_game_are_computed_of_what_members_say(
     house: House, tmp_path: Path
 ) -> None:
-    """As whoever asks the same members from outside computes them."""
+    """As computed from outside with the same members."""
     path = make_model(tmp_path / "model")
     handle = await house.client.submit(job(path, game="kuhn_poker"))
     record = await handle.wait(timeout=400)

@@ -33,7 +33,8 @@ async def one_trainer(directory: Path, slots: int) -> AsyncIterator[House]:
 
 
 async def trained(house: House, models: Path) -> tuple[Mapping[str, Any], float]:
-    """What each policy goes on from after the last step, and how often policies came and went."""
+    """Return the state from which each policy continues after the last step, and the number of
+    swaps."""
     over: dict[str, Any] = {
         "pipeline.mode": "micro_batch",
         "pipeline.steps": STEPS,

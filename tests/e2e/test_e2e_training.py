@@ -36,7 +36,7 @@ async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Pa
         AutoModelForCausalLM.from_pretrained(checkpoints[0].path)
         AutoTokenizer.from_pretrained(checkpoints[0].path)
 
-    # Of one query a step the tokens are kept, with what the trainers made of them.
+    # The tokens of one query per step are kept, with the trainers' values.
     request = orchestrator_pb.ListTrajectoriesRequest(job_id=handle.id, page_size=200, to_step=10)
     listed = (await handle._stub.ListTrajectories(request)).trajectories
     name = next(one.trajectory_id for one in listed if one.tokens_kept and not one.evaluation)
@@ -161,7 +161,7 @@ async def test_redundant_trajectories_with_real_services(
     steps = [row for row in rows if "step/seconds" in row]
     assert len(steps) == 4
     for row in steps:
-        # Of 11 trajectories per query 8 count.
+        # 8 of 11 trajectories per query count.
         assert row["trajectories/completed"] == 4 * 8
         assert row["redundancy/cancelled"] <= 4 * 3
         assert row["redundancy/kept_turns"] > 0

@@ -20,7 +20,7 @@ from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
 
 Event = rollout_pb.TrajectoryEvent
-# As Qwen2.5's, in short.
+# Like Qwen2.5's, shortened.
 TOOLED = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
     "<|im_end|>\n{% endif %}"

@@ -135,7 +135,7 @@ async def test_an_agent_of_a_framework_is_trained_unchanged(
 
     assert event.state == common_pb.TRAJECTORY_STATE_COMPLETED, event.reason
     assert answers == [one.answer]
-    # What is trained are the ids that were sampled, spelled as the tokenizer would not spell them.
+    # The sampled ids are trained, in a spelling that the tokenizer would not choose.
     assert [row.response for row in rows] == [says(text) for text in one.said]
     assert all(row.reward == 2.0 for row in rows)
     assert event.metrics["prefix_breaks"] == one.breaks

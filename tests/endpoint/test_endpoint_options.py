@@ -86,7 +86,7 @@ TAKEN: dict[str, Sequence[Any]] = {
     "bad_words": [[], None],
     "best_of": [1],
     "cache_salt": ["x"],
-    # What Claude Code sends.
+    # Options of Claude Code.
     "context_management": [
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         {"edits": []},

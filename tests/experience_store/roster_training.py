@@ -64,7 +64,7 @@ class RosterTraining(RosterCalls):
         table.expire(claim)
 
     def commit(self, data: st.DataObject) -> None:
-        """What a trainer does that starts afresh and is not disturbed, but by crashes."""
+        """Run a trainer that starts afresh and is only disturbed by crashes."""
         step, policy = data.draw(st.sampled_from(self.trainable()))
         self.train(data, step, policy, data.draw(CLAIMANTS), data.draw(st.integers(1, 3)))
 

@@ -391,7 +391,7 @@ async def test_a_crash_between_log_and_forget_loses_and_doubles_nothing(
         assert list(report.violations) == [], fatal
         await act()
         if deed == "trim":
-            # What the crash left is done by whoever opens a step next.
+            # The next call that opens a step completes the work of the crashed one.
             await stage.open(3)
         report = await audit(stage)
         assert list(report.violations) == []

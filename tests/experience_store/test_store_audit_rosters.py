@@ -11,7 +11,7 @@ from troupe.v1 import common_pb2 as common_pb
 
 
 async def check(stage: Stage) -> None:
-    """Whatever the moment, the log adds up and the bytes are right."""
+    """At every moment the log adds up and the bytes are right."""
     assert list((await audit(stage)).violations) == []
     assert await counted(stage) == await held(stage)
 

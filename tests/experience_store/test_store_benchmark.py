@@ -28,7 +28,7 @@ def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[st
     }
     ((talk, links),) = results.pop("bytes_over_unique").items()
     assert talk == "4000"
-    # Of unique bytes' four per token, ids take three.
+    # Ids take three of the four unique bytes per token.
     assert 0.85 < links["rollout to store"] < 0.95
     assert 0.85 < links["store to trainer"] < 0.95
     # jemalloc rounds 2,099 bytes up to 2,560. There is no lower bound: Redis' memory before is that

@@ -35,7 +35,7 @@ async def test_a_query_moves_to_a_later_step_with_all_that_it_has(held: Stage) -
     for counts in status.counts:
         assert (counts.ready, counts.pending, counts.dropped) == (2, 0, 0)
         assert not counts.drop_reasons
-    # Who names the old step reaches it there, again and for the first time.
+    # A call that names the old step reaches it there, repeated or not.
     assert await held.append("q1", "q1-s0-t0", rows, attempt="a1")
     assert held.counted == 1
     assert not await held.append("q1", "q1-s0-t0", rows, attempt="a2")

@@ -202,7 +202,7 @@ async def test_a_jump_of_the_wall_clock_neither_ends_leases_nor_prolongs_them(
     await stage.append_all()
     await stage.claim("living", claim="c1", samples=2, lease=60)
     await stage.claim("dead", claim="c2", samples=2, lease=0.5)
-    # As if the last script had run so long ago, or in the future.
+    # As if the last script had run this long ago, or in the future.
     step = PolicyKeys(stage.job, stage.policies[0]).step(stage.step, "step")
     await stage.store.database.call("HINCRBY", step, "wall", -hours * 3_600_000)
     assert await stage.renew("living", lease=60) == 1

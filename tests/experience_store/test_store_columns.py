@@ -141,7 +141,7 @@ async def test_a_value_that_is_elsewhere_passes_through_by_its_name(store: Store
     assert await stage.fill("q_0_q-t0", columns={"image": early}) == ("R", False)
     (claimed,) = (await stage.claim(claim="c1")).samples
     assert dict(claimed.sample.columns) == {"mask": early, "image": late}
-    # What is elsewhere is not this store's to count, nor to free.
+    # Values elsewhere are neither counted nor freed by this store.
     assert (await store.high_water.of_job(stage.job))["solver"] < 1000
     await stage.commit(["c1"])
     assert (await store.high_water.of_job(stage.job))["solver"] == 0

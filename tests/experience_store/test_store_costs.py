@@ -50,7 +50,7 @@ async def test_round_trips_do_not_depend_on_the_size_of_a_step(store: Store, siz
 
 
 async def test_a_burst_of_trajectories_is_taken_whole(store: Store) -> None:
-    """As a demo step: 256 trajectories of three turns, all at once, while a trainer claims."""
+    """Like a demo step: 256 trajectories of three turns, all at once, while a trainer claims."""
     queries = tuple(f"q{number}" for number in range(32))
     stage = await make_stage(store, new_id("job"), queries=queries, group_size=8)
 

@@ -23,7 +23,7 @@ async def append(stage: Stage, query: str, trajectory: str) -> None:
         make_sample(query, turn, trajectory, policy=policy, tokens=1000)
         for turn, policy in enumerate(stage.policies)
     ]
-    # Who repeats the call names the same attempt.
+    # A repeated call names the same attempt.
     await stage.append(query, trajectory, rows, attempt=f"a-{trajectory}")
 
 

@@ -21,12 +21,12 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 
 async def counted(stage: Stage) -> dict[str, int]:
-    """What the store says that its tables hold."""
+    """Return the tables' bytes according to the store."""
     return await stage.store.high_water.of_job(stage.job)
 
 
 async def held(stage: Stage) -> dict[str, int]:
-    """What Redis holds, value by value."""
+    """Return the bytes in Redis, value by value."""
     found = {}
     for policy in stage.policies:
         pattern = f"{PolicyKeys(stage.job, policy).base}:*:rows:*"
@@ -172,7 +172,7 @@ async def test_only_the_oldest_uncommitted_step_goes_on_above_the_mark(
         break
     service = small.service
     assert isinstance(service, ExperienceStoreService)
-    # Of a job that is damaged there are none, which costs no other its metrics.
+    # A damaged job has no metrics, but others keep theirs.
     database = service._meters._store.database
     await database.call("SADD", JOBS, "broken")
     await database.call("ZADD", JobTableKeys("broken").live, 0, 0)

@@ -131,8 +131,8 @@ async def test_tables_are_dropped_with_what_is_kept(stage: Stage, store: Store) 
 async def test_every_version_after_the_one_on_disk_can_be_computed(
     store: Store, kept: list[bool], freed: set[int]
 ) -> None:
-    """Whatever order of commits and of states that reach the disk: from the newest state on disk
-    there are rows for every later version, and for no other."""
+    """In every order of commits and of states on disk: rows exist for every version after the
+    newest state on disk, and for no other."""
     stage = await make_stage(store, new_id("job"), policies=("solver",))
     before = await _bytes(stage)
     durable = 0

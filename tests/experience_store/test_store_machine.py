@@ -65,7 +65,7 @@ class Life(RuleBasedStateMachine):
         return self.runner.run(call)
 
     def teardown(self) -> None:
-        # Whatever happened: the log adds up, and the bytes are those that Redis holds.
+        # In every case the log adds up, and the bytes equal Redis's.
         report = self.do(self.store.audit.check(self.stage.job))
         assert list(report.violations) == []
         assert self.do(counted(self.stage)) == self.do(held(self.stage))
@@ -272,7 +272,7 @@ class Life(RuleBasedStateMachine):
         self.try_commit(claimant, APPLIED, [*self.model.claims_of(claimant), stale])
 
     def train(self, data: st.DataObject) -> None:
-        """What a trainer does that starts afresh and is not disturbed."""
+        """Run a trainer that starts afresh and is not disturbed."""
         claimant = data.draw(CLAIMANTS)
         self.release_as(claimant)
         size = data.draw(st.integers(1, 3))
@@ -314,7 +314,7 @@ class Life(RuleBasedStateMachine):
         model.commit(store_pb.StepOutcome.Name(outcome), gradient)
 
     def too_late(self, data: st.DataObject) -> None:
-        """Whatever is said about a step that is over changes nothing."""
+        """Calls about a finished step change nothing."""
         claimant = data.draw(CLAIMANTS)
         response = self.do(self.stage.claim(claimant))
         assert response.outcome == Response.OUTCOME_EXHAUSTED

@@ -17,7 +17,7 @@ TRAINED, CLAIMED = common_pb.SAMPLE_STATE_TRAINED, common_pb.SAMPLE_STATE_CLAIME
 
 
 def lua_hash(text: bytes) -> int:
-    """What Lua 5.1 files a string under (lstring.c, luaS_newlstr)."""
+    """Return the hash of a string in Lua 5.1 (lstring.c, luaS_newlstr)."""
     found = length = len(text)
     step = (length >> 5) + 1
     while length >= step:

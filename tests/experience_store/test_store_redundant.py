@@ -31,7 +31,7 @@ def names(query: str, *numbers: int) -> list[str]:
 
 
 async def trajectories_claimed(stage: Stage, policy: str) -> list[str]:
-    """Whose samples a trainer gets, sorted."""
+    """Return the trajectories whose samples a trainer gets, sorted."""
     ready = (await stage.counts(policy))["ready"]
     response = await stage.claim(claim=new_id("claim"), policy=policy, samples=ready)
     return sorted(claimed.sample.trajectory_id for claimed in response.samples)
@@ -52,7 +52,7 @@ async def test_the_first_to_complete_are_the_group(spare: Stage) -> None:
     assert (spare.appended.drop_reason, spare.appended.group_complete) == ("redundant", True)
     assert not await spare.append("q0", "q0-s0-t0", late, attempt="late")
     assert not await spare.fail("q0", "q0-s0-t2")
-    # Who repeats the call that completed it hears the same again.
+    # A repetition of the call that completed it gets the same answer.
     assert not await spare.append("q0", "q0-s0-t1")
     status = await spare.status(queries=True)
     assert [(q.trajectories_ended, q.complete, q.samples) for q in status.queries] == [
@@ -162,7 +162,7 @@ async def test_who_completes_a_group_dies_at_any_moment(
 
 
 async def test_a_failure_that_a_table_has_not_heard_of_holds_no_group_back(redis_url: str) -> None:
-    """It is decided and not carried out: the group is claimable, the step is not over."""
+    """It is decided but not carried out: the group is claimable, the step is not over."""
     database = CrashingDatabase(redis_url, 0, "before", clustered=True)
     stage = await make_stage(Store(database), new_id("job"), queries=("q0",), redundant=2)
     database.die(2, "before")

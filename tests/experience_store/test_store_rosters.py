@@ -45,7 +45,7 @@ async def test_added_queries_come_last_and_the_cursor_only_rises(held: Stage) ->
     assert (status.expected, status.cursor) == (10, 5)
     await end(held, "q3")
     assert await held.counts() == {"ready": 2}
-    # Who opened the step, and who read its roster, may open it again.
+    # The caller that opened the step, and readers of its roster, may open it again.
     assert (await held.open(0, held_open=True))[0]
     assert await held.open(0, queries=["q0", "q1", "q2", "q7", "q3"]) == (
         True,
@@ -70,7 +70,7 @@ async def test_a_dropped_query_leaves_rows_and_trajectories_with_a_reason(held: 
         assert (counts.ready, counts.dropped) == (2, 1)
         assert dict(counts.drop_reasons) == {"surplus": 3, "deadline": 1}
     assert len(await rows_left(held, 0)) == 2 * 2, "payloads of dropped rows are freed"
-    # What ends later is not needed: no error, and no trace.
+    # Later endings are not needed: no error, and no trace.
     assert not await held.append("q1", "q1-s0-t1")
     assert not await held.fail("q2", "q2-s0-t1")
     # A repeated append of accepted rows is accepted again.

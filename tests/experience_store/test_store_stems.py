@@ -51,7 +51,7 @@ async def payloads_of(stage: Stage, policy: str = "solver") -> set[tuple[str, in
         rows = await stage.store.database.call("HGETALL", key)
         needed = rows.pop(NEEDED.encode(), b"").decode()
         turns = {int(name) for name in rows if b"\t" not in name}
-        # Nothing is counted that is not there.
+        # Only existing rows are counted.
         numbers = dict(one.split("=") for one in needed.split(",")[1:])
         assert turns >= set(map(int, numbers))
         assert all(int(number) > 1 for number in numbers.values())

@@ -145,7 +145,7 @@ async def test_a_step_that_is_not_there_yet_cannot_be_counted(fresh: Stage) -> N
     await play(fresh, 0, {asking(0, 0)[0]: "1111"})
     with pytest.raises(FailedPrecondition, match="is not open"):
         await pools(fresh, 2)
-    # What was before it is counted, and not again.
+    # Earlier results are counted once.
     assert await pools(fresh, 1) == {"s": [0]}
 
 

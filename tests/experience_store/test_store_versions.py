@@ -35,7 +35,7 @@ NONE = store_pb.STEP_OUTCOME_UNSPECIFIED
 
 
 class Version(NamedTuple):
-    """What the model knows of one entry."""
+    """The model's record of one entry."""
 
     step: int
     version: int

@@ -121,7 +121,7 @@ def said(*texts: str, agent: str = "solver") -> list[dict[str, Any]]:
         ("-7", "Answer: -7", 1.0),
         ("0.5", "Answer: .5", 1.0),
         ("8", "It is 7, not 8 apples", 1.0),
-        # Of tags of an answer the last ones count.
+        # The last tags of an answer count.
         ("7", "<answer>7</answer>", 1.0),
         ("7", "It is 5, no: <answer> x = 7 </answer>, since 3 + 4 = 7 and not 8", 1.0),
         ("7", "<answer>7</answer> or <answer>8</answer>", 0.0),
@@ -227,7 +227,7 @@ def test_texts_are_compared_without_regard_to_white_space() -> None:
         (False, "FALSE", 1.0),
         (False, "0", 0.0),
         (False, "", 0.0),
-        # Of a list, one is enough.
+        # One element of a list is enough.
         (["7", 8, True], "8.0", 1.0),
         (["7", 8, True], "true", 1.0),
         (["7", 8, True], "9", 0.0),

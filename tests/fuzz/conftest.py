@@ -18,7 +18,7 @@ from troupe.transfer.remote.process import OwnerProcess
 
 @dataclass
 class Target:
-    """What is attacked."""
+    """The services under attack."""
 
     standing: Standing
     owner: OwnerProcess
@@ -39,7 +39,7 @@ class Target:
 
     @property
     def authorization(self) -> str:
-        """What the cluster wants to hear from its user."""
+        """The cluster's questions to its user."""
         token = local_token(self.standing.address)
         assert token is not None, "a cluster makes one"
         return f"Bearer {token.get_secret_value()}"

@@ -34,11 +34,11 @@ from troupe.v1 import transfer_pb2 as transfer_pb
 pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("TROUPE_FUZZ_SEED", "1"))
-# Of all calls to all services; each method gets its share.
+# Total calls to all services; each method gets its share.
 SECONDS = float(os.environ.get("TROUPE_FUZZ_SECONDS", "100"))
 AT_ONCE = 12
 GROWTH_MIB = 400
-# What gRPC itself says of a call whose time is over, or that its caller gave up.
+# gRPC's own statuses for calls that timed out or were cancelled.
 MADE_BY_GRPC = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 # Our own side, of a message of a stream that was refused before it.
 WRITTEN_TOO_LATE = "Internal error from Core"
@@ -81,7 +81,7 @@ class Method:
 
     @property
     def path(self) -> str:
-        """As the wire names it."""
+        """The name on the wire."""
         return f"/{self.descriptor.containing_service.full_name}/{self.descriptor.name}"
 
 
@@ -205,7 +205,7 @@ async def attack(target: Target) -> set[str]:
             method = methods[number % len(methods)]
             rng = random.Random(f"{SEED}/{method.process}{method.path}/{counts[method]}")
             counts[method] += 1
-            # Who may delete the job that all others ask for, does not know it.
+            # The method that deletes jobs does not know the job that all others use.
             known = words[1:] if method.descriptor.name in DELETING else words
             body = request_of(method, rng, MessageMaker(rng, known))
             answer = await call(channels[method.address], method, body, rng, authorization)

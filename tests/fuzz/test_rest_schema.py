@@ -28,7 +28,7 @@ OPERATIONS = {
     for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()
 }
 STREAMS = ("GET /api/jobs/{job_id}/events", "GET /api/cluster/events")
-# What would take the ended job away from the others.
+# Calls that would remove the ended job.
 DELETING = ("POST /api/jobs/{job_id}/forget",)
 CONFORMANCE = [
     checks.status_code_conformance,
@@ -66,7 +66,7 @@ def test_answers_are_as_the_document_says(target: Target, label: str, mode: Gene
 
 
 def answer_of(case: Case, target: Target) -> Response:
-    """What the panel answers; of a stream that does not end, what comes first."""
+    """Return the panel's answer; for an endless stream, its first part."""
     asked: dict[str, Any] = case.as_transport_kwargs(
         base_url=target.panel, headers={"Authorization": target.authorization}
     )

@@ -87,7 +87,7 @@ def test_log_probs_are_those_of_what_was_drawn(paradigm: str) -> None:
     np.testing.assert_allclose(
         torch.from_numpy(fragment["log_probs"]).flatten(0, 1), expected.detach(), atol=1e-5
     )
-    # And they are drawn that often: 6,000 draws.
+    # And the frequencies of 6,000 draws agree.
     counts = torch.nn.functional.one_hot(drawn, 5).float().mean(dim=(0, 1))
     np.testing.assert_allclose(counts, chances.mean(dim=(0, 1)).detach(), atol=0.03)
 
@@ -188,7 +188,7 @@ def test_a_policy_in_earnest_does_not_explore() -> None:
     earnest = actor.sample(1, earnest=("p", "q")).fragments
     first = [len(np.unique(fragments["q"]["actions"][0])) for fragments in (drawn, earnest)]
     assert first == [2, 1]
-    # What was learned as a distribution is drawn from in earnest, too.
+    # A learned distribution is also sampled without exploration.
     assert len(np.unique(earnest["p"]["actions"][0])) == 2
 
 

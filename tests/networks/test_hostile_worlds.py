@@ -1,5 +1,4 @@
-"""What an environment's own code raises while it is made is a fault of the job's field, whatever it
-is, and where it runs."""
+"""Every error of an environment's constructor is a fault of the job's field, wherever it runs."""
 
 from __future__ import annotations
 

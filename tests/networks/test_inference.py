@@ -41,7 +41,7 @@ def test_the_ends_of_the_unit_interval_draw_what_is_legal(
     drawn: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, drawn))
-    # Of many rows some are summed up to more than 1, some to less.
+    # Some of many rows sum to more than 1, some to less.
     logits = torch.randn(5000, 6, generator=torch.Generator().manual_seed(1))
     logits[:, [0, 5]] = NEVER
     actions, _ = draw(logits, torch.Generator())

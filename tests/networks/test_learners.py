@@ -157,7 +157,7 @@ def test_values_behind_the_end_of_an_episode_are_never_read(
 def test_an_action_far_from_what_the_policy_does_leaves_its_weights_numbers(
     paradigm: str, off: float
 ) -> None:
-    """What the clip takes out has no gradient, and the rest learns."""
+    """Clipped decisions have no gradient, and the others learn."""
     given = fragment(1, [4, 6])
     log_probs = given["log_probs"].copy()
     log_probs[0] -= off
@@ -187,7 +187,7 @@ def test_agents_that_did_not_play_teach_nothing(paradigm: str) -> None:
             for name, array in one.arrays.items()
         }
         some.append(Fragment("p", 0, (AGENTS[seat],), own))
-    # In others it had all seats: who meets itself as it is learns of both.
+    # In others it had all seats: in self-play it learns from both.
     both = fragment(3, [2])
     some.append(both)
     whole.append(both)
@@ -237,7 +237,7 @@ def _joined(short: Fragment, long: Fragment) -> Fragment:
         part = short[name]
         axis = SHAPES[name].split().index("B")
         if axis:
-            # What lies behind an episode's end is without meaning: make it loud.
+            # Values after an episode's end are meaningless: make them extreme.
             filler = np.full((len(array) - len(part), *part.shape[1:]), 2, part.dtype)
             part = np.concatenate([part, filler])
         arrays[name] = np.concatenate([part, array], axis=axis)

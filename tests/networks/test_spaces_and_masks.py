@@ -179,7 +179,7 @@ def test_an_observation_outside_of_its_space_is_named(
         environment.reset(0)
 
 
-# What environments return.
+# Returned values of environments.
 
 
 def replaced(place: int, **given: Any) -> Any:

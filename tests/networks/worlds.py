@@ -54,7 +54,7 @@ def solo(copies: int = 2, steps: int = 4, **made: Any) -> GymnasiumCopies:
 
 @dataclass(frozen=True)
 class Part:
-    """What an agent does in an episode."""
+    """An agent's part of an episode."""
 
     joins: int = 0
     """After how many steps it is there."""

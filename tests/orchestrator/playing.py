@@ -24,7 +24,7 @@ def game(name: str = "game", **over: Any) -> str:
 
 
 def version_of(cluster: Cluster, policy: str) -> int:
-    """Of the member that a slot serves, or of the learner."""
+    """Return the version of a slot's member, or of the learner."""
     found = re.search(r"(\d+)(@0)?$", cluster.rollouts[0].keys[policy])
     assert found is not None
     return int(found[1])
@@ -62,7 +62,7 @@ async def matches(cluster: Cluster, job_id: str, **what: Any) -> list[orchestrat
 
 
 def lasting(found: orchestrator_pb.Population) -> orchestrator_pb.Population:
-    """What must not depend on when things happened."""
+    """Return the values that must not depend on timing."""
     kept = orchestrator_pb.Population()
     kept.CopyFrom(found)
     kept.ClearField("activity")

@@ -169,7 +169,7 @@ async def test_open_steps_are_taken_up_again(cluster: Cluster, how: str) -> None
         elif how == "pause":
             await cluster.pause(job_id)
             paused = await cluster.wait(job_id, (common_pb.JOB_STATE_PAUSED,))
-            # What was open is over: nothing waits in the store.
+            # Open steps are over: nothing waits in the store.
             assert not (await cluster.step(job_id, paused.step)).open
             await cluster.resume(job_id)
         else:

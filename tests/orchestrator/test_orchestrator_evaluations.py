@@ -239,7 +239,7 @@ def test_impossible_evaluations_are_refused_at_submit(
 async def test_conversations_of_before_and_after_are_kept_whatever_follows(
     cluster: Cluster,
 ) -> None:
-    """Of sixteen trajectories six are kept, and those of the first four queries."""
+    """Six of sixteen trajectories are kept, and the first four queries' trajectories."""
     await cluster.stop_orchestrator()
     cluster.settings = cluster.settings.model_copy(update={"recent_trajectories": 6})
     await cluster.start_orchestrator()

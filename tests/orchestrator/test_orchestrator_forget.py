@@ -54,7 +54,7 @@ async def test_a_cancelled_job_is_forgotten(cluster: Cluster) -> None:
 
 
 async def keys_of(cluster: Cluster, job_id: str) -> list[bytes]:
-    """Whatever Redis has of a job, of the orchestrator's and the store's."""
+    """Return a job's keys in Redis, the orchestrator's and the store's."""
     async with Redis.from_url(cluster.settings.redis_url) as redis:
         found = [key async for key in redis.scan_iter(f"*{job_id}*")]
         for index in ("troupe:orchestrator:jobs", "troupe:orchestrator:jobs:states", "troupe:jobs"):
@@ -67,7 +67,8 @@ async def keys_of(cluster: Cluster, job_id: str) -> list[bytes]:
 
 
 async def test_a_job_that_has_ended_leaves_no_weights_unless_it_serves(cluster: Cluster) -> None:
-    """What a job published stays while its engines do, and goes when another needs the room."""
+    """A job's published weights stay while its engines do, and are deleted when another needs the
+    room."""
     worker, trainer = cluster.rollouts[0], cluster.trainers[0]
     good = await cluster.submit(job_yaml("good"))
     assert (await cluster.wait(good)).state == common_pb.JOB_STATE_SUCCEEDED

@@ -1,4 +1,4 @@
-"""What trajectories add up to, and where it is written."""
+"""Sums over trajectories, and their destinations."""
 
 import asyncio
 import json

@@ -198,7 +198,7 @@ async def test_payoffs_that_say_nothing_are_an_equilibrium(cluster: Cluster) -> 
     job_id = await cluster.submit(game(population=section))
     job = await cluster.wait(job_id)
     assert job.state == common_pb.JOB_STATE_SUCCEEDED
-    # Nobody gains anything: it is over before all steps are.
+    # No member gains anything: it ends before all steps are done.
     assert job.step == 1
     assert "0 more" in (await population(cluster, job_id)).stopped
 
@@ -285,7 +285,7 @@ def published(cluster: Cluster) -> set[str]:
 
 @pytest.mark.slow
 async def test_members_are_published_while_slots_are_served(cluster: Cluster) -> None:
-    """However a job ends nothing of them is left in memory; their files are."""
+    """After every kind of end of a job nothing of them is left in memory; their files stay."""
     newer_wins(cluster)
     done = await cluster.submit(game())
     assert (await cluster.wait(done)).state == common_pb.JOB_STATE_SUCCEEDED

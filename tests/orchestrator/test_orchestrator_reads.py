@@ -1,4 +1,4 @@
-"""What users look at: metrics, versions, checkpoints, trajectories, the cluster, generation."""
+"""Users' reads: metrics, versions, checkpoints, trajectories, the cluster, generation."""
 
 import asyncio
 from pathlib import Path

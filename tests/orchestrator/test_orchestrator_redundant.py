@@ -27,7 +27,7 @@ def failing(ticket: rollout_pb.Ticket) -> str:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_first_of_a_group_are_trained(cluster: Cluster, mode: str) -> None:
-    """Of every four, one fails and one never ends: the two others are the group."""
+    """One of every four fails and one never ends: the two others are the group."""
     rollout = cluster.rollouts[0]
     rollout.script.slow = lambda ticket: 1000 if number(ticket) == 1 else 0.0
     # The failure comes before the group is complete: after that, it would be cancelled.

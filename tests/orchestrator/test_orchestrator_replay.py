@@ -1,5 +1,5 @@
-"""What live services decided follows from the records that they decided by, and from nothing else:
-no clock, no order of a set, no state of the process."""
+"""Live services' decisions follow from their recorded inputs alone: no clock, no order of a set, no
+state of the process."""
 
 from __future__ import annotations
 

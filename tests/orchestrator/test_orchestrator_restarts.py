@@ -47,7 +47,8 @@ async def test_a_restarted_orchestrator_continues(cluster: Cluster, mode: str) -
     assert [row.step for row in rows] == [0, 1, 2, 3, 3]
     lines = (cluster.directory / job_id / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 5
-    # What had ended before a restart counts in its step's metrics, or is said to be unknown.
+    # Trajectories that ended before a restart count in their step's metrics, or are reported as
+    # unknown.
     for row in rows[1:4]:
         unseen = row.values.get("trajectories/unseen", 0)
         assert row.values["trajectories/completed"] + unseen == 4

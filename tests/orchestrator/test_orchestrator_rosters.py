@@ -27,7 +27,7 @@ def varied(ticket: rollout_pb.Ticket) -> dict[str, float]:
 
 
 async def index_sets(cluster: Cluster, job_id: str, steps: int) -> list[list[int]]:
-    """What every step consisted of."""
+    """Return the contents of every step."""
     found = [(await cluster.step(job_id, step)).query_ids for step in range(steps)]
     return [sorted(number_of(one) for one in ids) for ids in found]
 
@@ -82,7 +82,7 @@ async def test_the_first_to_finish_are_taken(cluster: Cluster, mode: str) -> Non
     text = job_yaml(pipeline__mode=mode, pipeline__over_sampling=1, pipeline__steps=3)
     job_id = await cluster.submit(text)
     await finish(cluster, job_id, 3)
-    # Of [0, 1, 2] the slow 1 is left, of [3, 4, 5] the 4, ...
+    # The slow 1 of [0, 1, 2] is left, the 4 of [3, 4, 5], ...
     for row in await step_rows(cluster, job_id):
         assert row.values["queries/trained"] == 2
         assert row.values["queries/left"] == 1

@@ -132,7 +132,7 @@ class JobLife(RuleBasedStateMachine):
         self._do(ask())
 
     async def _finish(self) -> None:
-        """Whatever was done to it, the job can be brought to its end with nothing lost."""
+        """After all calls, the job can be completed without losses."""
         cluster, job_id = self._cluster, self._job_id
         job = await cluster.wait(job_id, QUIET)
         if job.state in RESUMABLE:

@@ -119,7 +119,7 @@ def test_an_opponent_is_one_member_for_a_whole_episode() -> None:
     for seed in range(8):
         env.reset(seed)
         got.append(sum(np.abs(env.step(calls).rewards[:, 0]) for _ in range(env.spaces.steps)))
-    # What is lost or won by who calls to the end: 1 without a raise, 1 + 2 + 4 with every one.
+    # The loss or win of a player that calls to the end: 1 without a raise, 1 + 2 + 4 with all.
     stakes = np.unique(np.concatenate(got))
     assert stakes.tolist() == [0.0, 1.0, 7.0]
 

@@ -48,7 +48,7 @@ def test_symmetric_games_share_cells() -> None:
         table.settle(members, [1, 2, 3])
     tensor = table.tensor()
     for seats_ in itertools.permutations(range(3)):
-        # Who plays decides, not where.
+        # The member decides, not the seat.
         moved = np.transpose(tensor, (0, *(1 + s for s in seats_)))
         assert np.array_equal(moved[list(seats_)], tensor)
     assert tensor[:, 0, 0, 1].tolist() == [2.5, 2.5, 6.0]
@@ -133,7 +133,7 @@ def test_in_symmetric_games_everybody_sits_everywhere() -> None:
 
 
 def test_copies_of_a_member_are_one_player() -> None:
-    """So what it gets against itself is no noise: a zero-sum game is even, and known to be."""
+    """So its payoff against itself has no noise: a zero-sum game is even, with certainty."""
     table, one, many = (PayoffTable([2, 2, 2], symmetric=True) for _ in range(3))
     luck = np.random.default_rng(0).normal(size=(6, 3))
     luck -= luck.mean(axis=1, keepdims=True)
@@ -151,7 +151,7 @@ def test_copies_of_a_member_are_one_player() -> None:
     assert mixed.mean == pytest.approx([luck[:, 1].mean(), twice, twice])
     assert same.mean == pytest.approx(mixed.mean)
     assert same.squares == pytest.approx(mixed.squares)
-    # That nothing varies there says nothing of the others.
+    # The lack of variance there says nothing about other cells.
     table.record((0, 0, 1), [1.0, 1.0, -2.0])
     table.record((0, 0, 1), [-1.0, -1.0, 2.0])
     assert table.pooled.tolist() == [2.0, 2.0, 8.0]

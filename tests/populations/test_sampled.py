@@ -45,7 +45,7 @@ def test_sampled_payoffs_agree_with_exact_ones(name: str) -> None:
         deviation = np.sqrt(cell.variance / cell.matches)
         assert (apart <= 5 * deviation).all(), members
         inside += (apart <= 1.96 * deviation).tolist()
-    # Of independent cells a 95 % interval would miss one in twenty; intervals of one cell are not
+    # A 95 % interval would miss one in twenty independent cells; intervals of one cell are not
     # independent.
     assert np.mean(inside) > 0.85
 

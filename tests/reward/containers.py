@@ -53,7 +53,7 @@ async def test_a_container_for_a_trajectory(docker: Any, tmp_path: Path) -> None
         assert await mine.call("writes", settings, path="here") is None
         assert await mine.call("reads", settings, path="/tmp/work/here") == "here"
         assert await other.call("lists", settings, path="/tmp/work") == []
-        # What a call changes in the uploaded code is nobody's code.
+        # A call's changes to the uploaded code are never imported.
         forged = ["/tmp/source/honest.py"]
         assert await mine.call("writes_all", settings, paths=forged) == ["done"]
         assert await mine.call("says", {**settings, "entrypoint": "honest:says"}) == "the truth"

@@ -26,7 +26,7 @@ TRUE: Final = 0.25
 # Descriptors that a process may find a channel under.
 _DESCRIPTORS: Final = range(3, 64)
 
-# What a program that a function starts does: the same as `forge`.
+# The program that a function starts does the same as `forge`.
 PROGRAM: Final = """
 import os, sys
 sys.path[:0] = sys.argv[1].split(os.pathsep)

@@ -186,6 +186,6 @@ def scores_slowly(seconds: float) -> float:
 
 
 def runs(code: str, arguments: list[str]) -> str:
-    """What a program of a model's says, of which nothing is kept from harm but this process."""
+    """Return the output of a model's program, which harms everything except this process."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()

@@ -26,7 +26,7 @@ def held(path: str) -> None:
 
 
 class RateLimited(Exception):
-    """As httpx, requests and OpenAI's client raise it."""
+    """Raise the error of httpx, requests and OpenAI's client."""
 
     def __init__(self, after: str | None) -> None:
         super().__init__("429 Too Many Requests")

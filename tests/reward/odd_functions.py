@@ -25,7 +25,7 @@ def raises_mutely() -> None:
 
 
 def names_a_file_of_old() -> None:
-    """As `open` says of a name that is not UTF-8."""
+    """Raise the error of `open` for a name that is not UTF-8."""
     raise FileNotFoundError("no such file: caf\udce9.txt")
 
 

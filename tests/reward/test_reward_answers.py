@@ -1,4 +1,5 @@
-"""However oddly a function ends: its caller gets one typed error, and others their results."""
+"""For every odd end of a function, its caller gets one typed error, and others get their
+results."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ async def client() -> AsyncIterator[Client]:
 
 
 async def run(client: Client, name: str, arguments: dict[str, Any] | None = None, **f: Any) -> Any:
-    """What the function made of it; then a neighbour in the same worker is fine."""
+    """Return the function's outcome, after checking that a neighbour in the same worker is fine."""
     found = await client.run(name, arguments, entrypoint=f"odd_functions:{name}", **f)
     assert await client.run("score", {"answer": "4", "expected": "4"}) == 1.0
     return found

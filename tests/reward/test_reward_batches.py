@@ -171,7 +171,7 @@ async def test_a_call_whose_worker_died_is_retried_as_often_as_declared(
         response = await client.invoke("dies_at_first", {"path": str(marks), "times": 2})
         assert response.error.kind == kinds
         assert response.attempts == retries + 1
-    # What raised or was wrong is not the worker's fault.
+    # Errors and wrong results are not the worker's fault.
     await client.register("raises", retries=3)
     assert (await client.invoke("raises")).attempts == 1
 
@@ -199,7 +199,7 @@ async def test_a_functions_own_queue_is_limited(client: Client) -> None:
 
 
 async def test_jobs_take_turns(tmp_path: Path) -> None:
-    """However much one job asks for, the next one's first call does not wait for all of it."""
+    """The next job's first call does not wait for all calls of one job, however many there are."""
     async with client_of(reward_workers=1) as alone:
         await alone.register("waits", version="turns")
         version = alone.versions["waits"]
@@ -259,7 +259,7 @@ async def test_a_result_that_the_answer_has_no_room_for_fails_alone() -> None:
         assert lost == [2, 4, 5, 6, 7, 8, 9]
         assert {responses[i].error.kind for i in lost} == {Kind.KIND_RESULT_TOO_LARGE}
         assert "invoke with the same id alone" in responses[2].error.message
-        # What has run is not run again: each comes alone.
+        # Calls that have run are not run again: each comes alone.
         alone = await client.invoke(
             "wide",
             json.loads(request.calls[9].arguments_json),

@@ -52,7 +52,7 @@ print(json.dumps(found))
 
 
 def inside(program: str, *arguments: str) -> str:
-    """What a Python program prints in a sandbox like a worker's."""
+    """Return the output of a Python program in a sandbox like a worker's."""
     command, environment = SandboxProfile("bubblewrap", 64, 16).wrap(["-c", program, *arguments])
     command = command[: len(command) - 4]  # the limits are for programs of ours
     done = subprocess.run(

@@ -100,7 +100,7 @@ async def test_while_its_model_is_brought_to_devices() -> None:
     assert outcome.error.kind == CANCELLED
     assert place.ran == 0
     host.give_back(taken, lease)
-    # Whoever needs the model next finds it.
+    # The next call that needs the model finds it.
     models.there.set()
     await asyncio.sleep(0.01)
     assert models.loaded == 1

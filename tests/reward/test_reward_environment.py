@@ -1,4 +1,4 @@
-"""What functions of the level `process` find in their environment: an allow-list."""
+"""The environment of functions of the level `process`: an allow-list."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_runs_with_more_cores_tell_of_the_fewest() -> None:
         known[query] = call.estimated_seconds
     assert known["slow"] == pytest.approx(8.0, rel=0.2)
     assert known["fast"] == pytest.approx(2.0, rel=0.2)
-    # What another job names alike is another's.
+    # Equal names of another job are independent.
     call = FunctionCall("{}", "other job", "another", "slow")
     expect(function, call, discipline)
     assert call.estimated_seconds == 0.0

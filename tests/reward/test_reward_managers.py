@@ -216,7 +216,7 @@ async def uses_models(client: Client, logs: Path) -> None:
         await client.register(name, of="looks_at_model", model_service=name, min_workers=1)
     urls = [json.loads((await client.invoke(name)).result_json) for name in "aab"]
     assert urls[0] == urls[1] != urls[2]
-    # In turns: each evicts the other, and "b" fails once to come back.
+    # Alternately: each evicts the other, and "b" fails once to come back.
     answers = [await client.invoke(name) for name in "abb"]
     assert [answer.HasField("error") for answer in answers] == [False, True, False]
     assert answers[1].error.kind == Kind.KIND_MODEL_UNAVAILABLE

@@ -44,7 +44,7 @@ class Caged:
     trajectory: str = field(default_factory=new_id)
 
     async def call(self, name: str, arguments: dict[str, Any] | None = None, **fields: Any) -> Any:
-        """What the function made of it; the error if it failed."""
+        """Return the function's outcome; the error if it failed."""
         settings = {"sandbox": "bubblewrap", "memory_mib": 128, "processes": 16, "disk_mib": 8}
         settings |= {"entrypoint": f"hostile_functions:{name}", "stateful": self.stateful, **fields}
         await self.client.register(name, **settings)
@@ -176,7 +176,7 @@ async def test_a_call_that_hangs_is_ended_with_its_children(caged: Caged, name: 
 
 
 def _command(process: psutil.Process) -> str:
-    """What a process calls itself; nothing if it is gone."""
+    """Return a process's name; empty if it is gone."""
     try:
         return process.name()
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""What a model's code does in one call has no part in the answer of another, nor in its own."""
+"""A model's code cannot affect the answer of another call, nor forge its own."""
 
 from __future__ import annotations
 

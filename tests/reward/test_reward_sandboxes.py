@@ -125,7 +125,7 @@ async def test_a_timeout_ends_the_call_and_not_the_sandbox(mine: Trajectory) -> 
 
 
 async def test_calls_of_one_sandbox_run_one_after_another(mine: Trajectory) -> None:
-    """What a call has started cannot meet another call."""
+    """A process that a call has started cannot meet another call."""
     first = asyncio.create_task(mine.call("looks_twice", path="second", seconds=0.5))
     while not any(one.turn.locked() for one in mine.sandboxes._sandboxes.values()):  # noqa: ASYNC110
         await asyncio.sleep(0)

@@ -121,7 +121,7 @@ async def test_a_sandbox_reads_it_and_cannot_change_it(client: Client) -> None:
     assert result == "OSError", result
 
 
-# What the interpreter or the worker itself would import, before it is confined.
+# Modules that the interpreter or the worker itself would import before it is confined.
 ACTS_AT_START = """
 import os, resource
 limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1] for name in ("CORE", "NOFILE")]

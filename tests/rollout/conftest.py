@@ -55,7 +55,7 @@ def _settling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def workshop() -> EngineFactory:
-    """What makes the engines of `house`."""
+    """The factory of `house`'s engines."""
     return make_engine
 
 

@@ -109,7 +109,7 @@ _TOOL = {
     "function": {"name": f"a{HALF}", "description": HALF, "parameters": {"type": "object"}},
 }
 
-# What each raises or returns, and how the reason of the trajectory begins; None: it completes.
+# The error or result of each, and the beginning of the trajectory's reason; None: it completes.
 CASES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "fine": (_rewards(lambda: {"solver": 1, "checker": np.float32(0.5)}), None),
     "huge": (_rewards(lambda: {"solver": 10**400}), "reward_not_finite: "),

@@ -205,7 +205,7 @@ class House:
         return await self.rollout.UpdateWeights(request, timeout=PATIENCE)  # type: ignore[no-any-return]
 
     async def step(self, step: int = 0) -> store_pb.GetStepResponse:
-        """What the store knows of a step."""
+        """Return the store's record of a step."""
         return await self.store.GetStep(  # type: ignore[no-any-return]
             store_pb.GetStepRequest(job_id=self.job_id, step=step)
         )

@@ -266,7 +266,7 @@ async def test_many_trajectories_are_started_a_few_per_round_of_the_event_loop(
         async for _ in listener.bundles():
             pass
     assert len(runner) == 0
-    # Nor does one whose caller has gone.
+    # Neither does one whose caller has gone.
     asking = asyncio.create_task(runner.listen(job, 0, evaluation(100)))
     while len(runner) < 20:  # noqa: ASYNC110 - nothing announces a start
         await asyncio.sleep(0)

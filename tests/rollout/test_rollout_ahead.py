@@ -57,7 +57,7 @@ async def test_early_trajectories_go_on_when_their_step_opens(house: House) -> N
         await house.open_step()
         assert not (await house.step()).ended_trajectory_ids
         ended = await house.run(training())
-        # Whoever began them hears of it, too, and the call is over.
+        # The call that began them is notified too, and ends.
         assert await asyncio.wait_for(following, PATIENCE) == 4
     states = {name: event.state for name, event in ended.items()}
     assert states == {

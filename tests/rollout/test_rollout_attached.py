@@ -82,7 +82,7 @@ async def test_a_server_that_comes_later_joins_with_the_weights_of_the_day(
     assert [e.state for e in prepared.engines] == [HEALTHY, common_pb.ENGINE_STATE_STARTING]
     first, second = servers.engines["big"]
     assert len(await house.run(evaluation(4))) == 4
-    # Nobody waits for it to update either.
+    # Updates do not wait for it either.
     ref = house.publish("big", 1)
     await house.update(ref)
     assert first.version == 1

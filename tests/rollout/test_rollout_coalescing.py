@@ -78,7 +78,7 @@ def ask(name: str, arguments: str) -> reward_pb.InvokeRequest:
 
 async def test_short_calls_go_together_and_fail_alone(stub: Counting) -> None:
     coalescer = Coalescer(cast("Any", stub))
-    # Nobody knows yet how long it takes.
+    # Its duration is still unknown.
     assert (await coalescer.invoke(ask("score", '{"x": 1}'), 30)).result_json == "2"
     stub.asked.clear()
     arguments = ['{"x": 0}', '{"x": 0, "die": true}', "[]", *(f'{{"x": {i}}}' for i in range(60))]

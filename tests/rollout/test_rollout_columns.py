@@ -75,7 +75,7 @@ async def test_values_of_a_dropped_trajectory_are_not_left_behind(house: House) 
 async def test_values_of_an_aborted_trajectory_are_not_left_behind(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is aborted while its rows are on their way, as the redundant ones of a group are."""
+    """It is aborted while its rows are on their way, like a group's redundant ones."""
     await house.prepare("annotates")
     await house.open_step(queries=1, group_size=1)
     on_its_way = asyncio.Event()

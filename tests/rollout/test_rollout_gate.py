@@ -96,7 +96,7 @@ async def test_trajectories_whose_turns_end_together_go_on_a_few_per_round_of_th
     await asyncio.gather(*tasks, return_exceptions=True)
     assert went_on == [number for number in range(100) if number != 50]
     assert max(after - before for before, after in pairwise(seen)) <= 4
-    # What comes later finds it free.
+    # Later calls find it free.
     async with asyncio.timeout(PATIENCE):
         await turnstile.wait()
 

@@ -102,7 +102,7 @@ async def test_siblings_of_a_branch_are_a_group_across_trajectories_of_one_promp
         "q0/solver/1:0": 6,
         "q0/checker": 2,
     }
-    # What was drawn alone is compared with the same turn of the other trajectory.
+    # Turns drawn alone are compared with the same turn of the other trajectory.
     del groups["q0/checker/1:0"]
     for members in groups.values():
         assert len({tuple(ids(prompt)) for prompt in members}) == 1

@@ -48,7 +48,7 @@ async def test_results_and_errors_come_back() -> None:
     assert await asyncio.to_thread(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(divmod, 7, 0)
-    # As it is, it would end the event loop that awaits it.
+    # Unconverted, it would end the event loop that awaits it.
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         await asyncio.to_thread(sys.exit, 3)
 

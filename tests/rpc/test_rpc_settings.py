@@ -13,7 +13,7 @@ from troupe.rpc import ClientSettings, InvalidArgument
         ("TROUPE_DEADLINE_SECONDS", "abc", "TROUPE_DEADLINE_SECONDS", "abc"),
         ("TROUPE_MAX_MESSAGE_MIB", "0", "TROUPE_MAX_MESSAGE_MIB", "0"),
         ("TROUPE_RETRY", "{", "TROUPE_*", None),
-        # What a header cannot carry would fail every call, as a bug of ours.
+        # A value that a header cannot carry would fail every call, like a bug of Troupe.
         ("TROUPE_TOKEN", " secret", "TROUPE_TOKEN", None),
         ("TROUPE_TOKEN", "secret\n", "TROUPE_TOKEN", None),
         ("TROUPE_TOKEN", "sécret", "TROUPE_TOKEN", None),

@@ -56,7 +56,7 @@ barred = st.sets(st.tuples(st.sampled_from(POLICIES), st.sampled_from(POLICIES))
 
 
 def house(**engines: int) -> list[EngineAssignment]:
-    """So many serving engines of each policy."""
+    """Return this number of serving engines of each policy."""
     return [EngineAssignment(f"{p}{i}", p) for p, count in engines.items() for i in range(count)]
 
 
@@ -185,7 +185,7 @@ def test_idle_policies_help_a_busy_one_as_far_as_it_pays() -> None:
         found, memory = decide(EAGER, memory, wants, fleet, float(now))
         fleet = carry_out(fleet, found)
     assert Counter(s.policy for s in fleet) == {"a": 7, "b": 1, "c": 1}
-    # Nobody has one to spare any more.
+    # No policy has an engine to spare any more.
     assert disparity(wants, fleet) == pytest.approx(60 / 7)
 
 

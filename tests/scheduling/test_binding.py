@@ -229,7 +229,7 @@ def test_policies_share_a_group_or_its_leader_or_keep_away_from_it() -> None:
     assert moves([busy, replace(small, barred=frozenset({"w1"}))], many) == [
         Prefetch("small", ("w0",))
     ]
-    # So a gang is led where others are, and needs the rest for itself.
+    # So a gang's leader shares a worker, and the gang needs the others for itself.
     there = bound("small", "w1", work=1, since=0)
     assert moves([there, first], many) == [Bind("first", ("w1", "w0"))]
     everywhere = [there, bound("idle", "w0")]

@@ -67,7 +67,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[RankWorker]]:
             suits = one.device in ("", worker.device) and left[worker.worker_id] > 0
             room = worker.has_room([*others, one]) and worker.devices * count >= one.ranks
             alone = not others if count > 1 else all(len(other.bound) == 1 for other in others)
-            # As a gang over several workers is formed: of one class, of those that lend.
+            # Like a gang over several workers: of one class, from workers that lend.
             forms = count == 1 or (worker.lends and worker.device == device)
             if len(chosen) < count and suits and room and alone and forms:
                 chosen.append(worker.worker_id)
@@ -217,7 +217,7 @@ def test_a_gang_is_formed_whenever_that_is_possible_from_the_fewest_workers(
     problem = too_many_ranks(policy, workers)
     assert (problem is None) == bool(counts) == (bind is not None)
     if problem is not None:
-        # What is said to be possible is.
+        # Moves that are reported as possible are possible.
         assert too_many_ranks(replace(policy, ranks=problem.most), workers) is None
         return
     assert isinstance(bind, Bind)
@@ -337,5 +337,5 @@ def test_policies_do_not_starve_and_devices_do_not_idle(
     )
     total = sum(len(times) * ranks for times, ranks in drawn.values())
     model.run()
-    # Nobody waits longer than all the work there is takes, and a quantum for each swap.
+    # No policy waits longer than the time of all work, plus a quantum for each swap.
     assert max(model.waits) <= total + RULES.quantum * (model.swaps + 1)

@@ -70,7 +70,7 @@ def instances(draw: st.DrawFn) -> tuple[int, dict[str, PlacedModel], list[Wish]]
     for cell in draw(st.lists(st.sampled_from(cells), max_size=6)):
         if taken.isdisjoint(cell.devices):
             taken |= set(cell.devices)
-            # Nothing is evicted for nothing.
+            # No eviction is useless.
             worth = draw(st.one_of(st.none(), st.integers(1, 9)))
             residents[f"m{len(residents)}"] = PlacedModel(cell, worth)
     wishes = draw(
@@ -146,7 +146,7 @@ def test_models_that_an_earlier_call_needs_are_not_evicted() -> None:
     models = [Model("a", 1, DeviceCell(0, 1), last=1.0), Model("b", 1, DeviceCell(1, 1), last=2.0)]
     made = plan(2, [*models, Model("c", 1)], ["a", "c"])
     assert (made.cells, made.evicted) == ({"c": DeviceCell(1, 1)}, {"b"})
-    # Nor one that a call behind it needs, where there is another.
+    # Nor one that a later call needs, if there is another.
     made = plan(2, [*models, Model("c", 1)], ["c", "a"])
     assert (made.cells, made.evicted) == ({"c": DeviceCell(1, 1)}, {"b"})
 
@@ -166,7 +166,7 @@ def test_a_large_model_gets_its_cell_whatever_small_ones_are_wanted() -> None:
     made = plan(8, models, ["large", "a", "b", "c"])
     assert made.cells["large"] == DeviceCell(4, 4)
     assert made.room == {"large": 1, "a": 7, "b": 1, "c": 1}
-    # What came before it still begins.
+    # Earlier calls still begin.
     assert plan(4, models, ["a", "large", "b"]).room == {"a": 7}
 
 

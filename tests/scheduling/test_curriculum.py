@@ -82,8 +82,8 @@ def sources(draw: st.DrawFn) -> Pools:
 def test_every_task_is_asked_and_known_pools_are_respected(
     pools: Pools, queries: int, data: st.DataObject
 ) -> None:
-    """Whatever the rates are, also when no task is in the band: every query gets a task, each task
-    is asked and asked again, and a pool is left out only when it is empty."""
+    """For all rates, also if no task is in the band: every query gets a task, each task is asked
+    and asked again, and a pool is left out only when it is empty."""
     weight = st.sampled_from([0.5, 1.0, 3.0])
     weights = [data.draw(weight) for _ in pools.sizes]
     seed = data.draw(st.integers(-(2**63), 2**63 - 1))
@@ -98,7 +98,7 @@ def test_every_task_is_asked_and_known_pools_are_respected(
             assert 0 <= one.item < pools.sizes[one.source]
             if one.pool in (TaskPool.WITHIN, TaskPool.FAILED, TaskPool.SOLVED):
                 assert one.item in there[one.source][one.pool]
-            # Of a source a task is chosen twice only when all are.
+            # A source's task is chosen twice only after all others.
             if one.pool is TaskPool.ASKED:
                 of = {two.item for two in chosen if two.source == one.source}
                 assert len(of) == pools.sizes[one.source]

@@ -17,7 +17,7 @@ from troupe.scheduling.defaults import (
 )
 
 GIB = 1 << 30
-# What drivers report of devices that are sold as 24, 40, 80 and 141 GB.
+# Drivers' figures for devices that are sold as 24, 40, 80 and 141 GB.
 REPORTED = {24: 22.5 * GIB, 40: 39.4 * GIB, 80: 79.2 * GIB, 141: 139.8 * GIB}
 
 

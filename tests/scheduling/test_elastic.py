@@ -163,7 +163,7 @@ def test_a_level_that_never_ran_is_tried_by_one_in_a_few() -> None:
     tries = [offer for offer in offers if offer != levels]
     assert set(tries) == {(16,)}
     assert 4 <= len(tries) <= 12
-    # Of a function that has every eighth call, too.
+    # Also of a function with every eighth call.
     assert {curve.offered(levels, nth) for nth in range(3, 300, 8)} == {levels, (16,)}
     curve = curve.observed(16, 10.0)
     assert curve.offered(levels) == levels
@@ -366,7 +366,7 @@ def best_sum(queue: Sequence[Action], cores: int) -> float:
 
 
 def test_decisions_are_close_to_the_best_of_all_schedules() -> None:
-    """Nobody is held back while units lie idle, which costs up to a factor once in a while, and
+    """No action is held back while units are idle, which costs up to a factor once in a while, and
     one in a hundred on average."""
     rng = random.Random(1)
     ratios = []

@@ -61,7 +61,7 @@ def learned(law: Callable[[Kin, np.random.Generator], float], seed: int) -> floa
 @pytest.mark.parametrize("seed", range(3))
 def test_unrelated_actions_are_not_predicted_from_each_other(seed: int) -> None:
     alone = learned(lambda kin, rng: float(rng.lognormal(0, 0.8)), seed)
-    # Nobody can know better than the spread.
+    # The spread bounds every prediction.
     assert alone == pytest.approx(1.0, abs=0.03)
 
 

@@ -174,7 +174,7 @@ def test_property_the_first_starts_however_many_come_after_it(
     """A stream of small actions never ends; the wide one starts nevertheless."""
     width = min(4, width)
     names = [str(i) for i in range(count)]
-    # What runs when the wide one comes, with estimates of its end that may be wrong.
+    # The running actions when the wide one comes, with possibly wrong estimates of their ends.
     running: list[tuple[float, str, int]] = []
     for i, (units, end) in enumerate(first):
         name = names[i % count]

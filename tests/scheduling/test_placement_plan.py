@@ -92,7 +92,7 @@ def _requests(draw: st.DrawFn, prefix: str = "r") -> list[DeviceRequest]:
 def _check(
     hosts: Sequence[DeviceHost], requests: Sequence[DeviceRequest], found: DevicePlan
 ) -> None:
-    """What holds of every plan that nothing was held before."""
+    """Check the properties of every plan on a free cluster."""
     devices = {(h.name, d.index): d for h in hosts for d in h.devices}
     named = {one.name: one for one in requests}
     refused = {one.request.name for one in found.refusals}

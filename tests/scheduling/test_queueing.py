@@ -39,8 +39,8 @@ def test_without_priority_first_come_first_served(lefts: list[int]) -> None:
 def test_a_waiting_turn_is_served_within_a_bound(
     places: int, left: int, waiting: int, rivals: list[int]
 ) -> None:
-    """However urgent those that come later are, a turn waits for at most `left` fillings of all
-    places and those that stood there by then."""
+    """However urgent later turns are, a turn waits for at most `left` fillings of all places and
+    the turns already there."""
     queue: TurnQueue[str] = TurnQueue()
     for _ in range(waiting):
         queue.push("before", group="b", left=0, places=places)
@@ -77,7 +77,7 @@ def test_a_turn_that_comes_back_keeps_its_place() -> None:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Nothing is lost, nothing comes twice, whatever is pushed, removed and regrouped."""
+    """No turn is lost or comes twice, for all pushes, removals and regroupings."""
 
     def __init__(self) -> None:
         super().__init__()

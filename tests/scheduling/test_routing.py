@@ -22,7 +22,7 @@ def everyone(engine_id: str) -> bool:
 
 @dataclass
 class Model:
-    """What the fleet should know, kept the slow way."""
+    """The fleet's expected knowledge, computed in the slow way."""
 
     limit: int
     rates: Rates | None

@@ -39,7 +39,7 @@ def programs(source: str) -> Iterator[tuple[int, str]]:
 
 
 def undefined(texts: dict[str, str], place: Path) -> list[str]:
-    """What ruff says of names that the programs use and do not define; `texts` by label."""
+    """Return ruff's findings on undefined names in the programs; `texts`: by label."""
     for label, text in texts.items():
         (place / f"{label}.py").write_text(text)
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--quiet"]

@@ -169,7 +169,7 @@ def test_shortest_first_beats_first_come_where_it_is_crowded_and_nothing_beats_t
     law = CodingLaw(turns=4.0, reward_seconds=60.0, max_cores=2, duty_cores=1)
     for seed in range(3):
         trajectories = coding(32, law, seed)
-        # As patient as it takes: trajectories of hours on two cores.
+        # With enough patience for trajectories of hours on two cores.
         orders = [Learned(Discipline(order, patience=1e5)) for order in (FCFS, SHORTEST, SHORTEST)]
         told = [False, False, True]
         acts = [

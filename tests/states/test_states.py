@@ -163,7 +163,7 @@ def test_a_job_succeeds_only_after_it_ran(path: list[int]) -> None:
 
 @given(path=paths(states.ENGINE, common_pb.ENGINE_STATE_STARTING))
 def test_an_engine_serves_only_after_a_verified_update(path: list[int]) -> None:
-    """Whatever happened: between DEAD (or STALE) and HEALTHY lies UPDATING."""
+    """In all histories UPDATING lies between DEAD (or STALE) and HEALTHY."""
     verified = False
     for state in path:
         if state == common_pb.ENGINE_STATE_UPDATING:

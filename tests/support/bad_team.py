@@ -32,7 +32,7 @@ async def quick(query: Query, agents: Any, tools: Any) -> dict[str, float]:
 
 
 async def chatty(query: Query, agents: Any, tools: Any) -> dict[str, float]:
-    """So many turns that somebody who looks on twice a second sees it at work."""
+    """Enough turns that an observer who looks twice a second sees it at work."""
     for _ in range(9):
         await quick(query, agents, tools)
     return await quick(query, agents, tools)

@@ -201,7 +201,7 @@ class Cluster:
         return (await self.api.CancelJob(request)).job
 
     async def step(self, job_id: str, step: int) -> store_pb.GetStepResponse:
-        """What the experience store knows of a step."""
+        """Return the experience store's record of a step."""
         return await self.store.GetStep(store_pb.GetStepRequest(job_id=job_id, step=step))
 
     async def check_accounts(self, job_id: str, steps: int, policies: Iterable[str]) -> None:

@@ -51,7 +51,7 @@ FUNCTIONS: dict[ModuleType, tuple[str, ...]] = {
     order: ("workers_to_start", "group_waiters"),
     cells: ("plan",),
 }
-# Of classes with a state: the methods that change it, or decide by it.
+# For classes with a state: the methods that change it, or decide by it.
 METHODS: dict[type, tuple[str, ...]] = {
     routing.Fleet: (
         "add",
@@ -70,7 +70,7 @@ METHODS: dict[type, tuple[str, ...]] = {
     routing.AdaptiveLimit: ("ended", "best"),
 }
 CLASSES = {one.__name__: one for one in METHODS}
-# What queues hold: they compare and keep it, and never look into it.
+# Queues' entries: queues compare and keep them, and never look into them.
 HELD = ("WaitingTurn", "PendingTurn")
 
 
@@ -239,7 +239,7 @@ class Held:
 
 
 def load(value: bytes, held: dict[int, Any] | None = None) -> Any:
-    """What was pickled; `held`: by number, what stands for what queues held."""
+    """Return the unpickled value; `held`: by number, the stand-ins of queues' entries."""
     found = {} if held is None else held
 
     class Finding(pickle.Unpickler):

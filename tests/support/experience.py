@@ -294,7 +294,7 @@ class Stage:
         return await self.store.steps.status(self.job, self.step, **wanted)
 
     async def table(self, policy: str = "solver") -> store_pb.PolicyCounts:
-        """What a policy's table counts."""
+        """Return the counts of a policy's table."""
         return next(c for c in (await self.status()).counts if c.policy == policy)
 
 

@@ -1,4 +1,5 @@
-"""What a step of one policy must do, without Redis, Lua or a clock: the store's tests compare."""
+"""A model of one policy's step, without Redis, Lua or a clock, for comparison in the store's
+tests."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Row:
-    """What the model knows of a sample."""
+    """The model's record of a sample."""
 
     query: str
     reward: float | None
@@ -157,7 +158,7 @@ class Model:
         return why is not None
 
     def outcome_of_claim(self, claimant: str, size: int) -> tuple[str, list[str]]:
-        """What a fresh claim must answer."""
+        """Return the expected answer of a fresh claim."""
         if self.committed is not None:
             return "EXHAUSTED", []
         if self.is_fenced(claimant):

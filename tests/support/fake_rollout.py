@@ -41,7 +41,7 @@ class RolloutScript:
         "team": 1.0,
     }
     metrics: Callable[[rollout_pb.Ticket], dict[str, float]] = lambda ticket: {}
-    # What a trajectory of an evaluation votes for.
+    # The vote of an evaluation's trajectory.
     answer: Callable[[rollout_pb.Ticket], str | None] = lambda ticket: None
     # Reports on data sets: notes, and by evaluation the number of its tasks.
     notes: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         # Trajectories whose end was told.
         self.told: set[str] = set()
         self.tickets: list[rollout_pb.Ticket] = []
-        # By policy: where the weights are that it serves.
+        # By policy: the reference of its served weights.
         self.keys: dict[str, str] = {}
         # Trajectories whose streams were cancelled, and those that somebody asked to abort.
         self.aborted = 0

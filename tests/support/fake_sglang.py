@@ -40,7 +40,7 @@ TOKEN_SECONDS = 0.002
 
 @dataclass
 class Faults:
-    """What goes wrong, switched by tests."""
+    """Faults, switched by tests."""
 
     never_answer: bool = False
     cut_reply: bool = False
@@ -121,7 +121,7 @@ class FakeSglang:
         self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
         self._format = CheckpointFormat(self._model, torch.float32)
         held = self._format.of(self._model.state_dict())
-        # What it holds, as a checkpoint has it: experts one by one.
+        # Its tensors in the form of a checkpoint: experts one by one.
         self._held = {name: tensor.clone() for name, tensor in held.items()}
         self._context = config["max_position_embeddings"]
         self._generator = torch.Generator().manual_seed(5)
@@ -224,7 +224,7 @@ class FakeSglang:
         return JSONResponse({"output_ids": call.tokens, "meta_info": meta})
 
     def _routes(self, ids: list[int]) -> str:
-        """Of all layers, int32 in base64, by one pass over all tokens."""
+        """Return the routes of all layers, int32 in base64, from one pass over all tokens."""
         routers = Routers.of(self._model)
         assert routers is not None
         recorded = RecordedRoutes(routers.shape, {})

@@ -46,7 +46,7 @@ class TrainerScript:
     device: str = "cpu"
     # TROUPE_TRAINER_FORWARD_TOKENS.
     forward_tokens: int = 0
-    # What it says of settings that jobs leave open.
+    # Its values of settings that jobs leave open.
     resolved: tuple[common_pb.ResolvedSetting, ...] = ()
     # Ranks that it can run, of gangs that others lead, too; 0: it does not say.
     ranks: int = 0
@@ -65,9 +65,9 @@ class TrainerScript:
     lose_suspended: bool = False
     # A rank has died by the time of the first suspension.
     lose_gang: bool = False
-    # So many suspensions find no room for the state.
+    # Number of suspensions that find no room for the state.
     full_suspensions: int = 0
-    # So many releases come too late for who asked: nothing is released.
+    # Number of releases that come too late: nothing is released.
     deaf_releases: int = 0
     # The first version of every policy is gone.
     lose_first: bool = False
@@ -151,7 +151,7 @@ class FakeTrainer(FakeWorker, trainer_grpc.TrainerServicer):
         return trainer_pb.BindResponse(weights=weights, num_parameters=1, resolved=resolved)
 
     def _weights(self, job_id: str, policy: str, version: int) -> common_pb.WeightsRef:
-        """Of a version that may have the content of the first one again."""
+        """Return the reference of a version that may have the first one's content again."""
         weights = weights_of(job_id, policy, version)
         if (self.settings.data_dir / job_id / "restarted" / policy / str(version)).exists():
             weights.checksum = weights_of(job_id, policy, 0).checksum

@@ -116,7 +116,7 @@ def nested_list(depth: int) -> Any:
 
 
 def values() -> st.SearchStrategy[Any]:
-    """What user code may return: JSON, halves of pairs, huge numbers, objects that raise."""
+    """Values that user code may return: JSON, halves of pairs, huge numbers, objects that raise."""
     texts = st.text(st.characters(exclude_categories=[])) | st.just(HALF)
     leaves = (
         st.none()

@@ -47,7 +47,7 @@ def note(path: str, what: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class Noted:
-    """What a process noted: that a trajectory began there, or came to its end."""
+    """A process's note that a trajectory began there, or ended."""
 
     what: str
     name: str

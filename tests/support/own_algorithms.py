@@ -11,7 +11,7 @@ from troupe.algorithms.objectives import Tokens
 
 
 def ppo(tokens: Tokens) -> torch.Tensor:
-    """What `ppo_clip` is, written down again."""
+    """`ppo_clip`, written again."""
     ratio = torch.exp(tokens.logprobs - tokens.old_logprobs)
     clipped = ratio.clamp(1 - tokens.clip_low, 1 + tokens.clip_high)
     return -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
@@ -37,7 +37,7 @@ def halved(tokens: Tokens) -> torch.Tensor:
 
 
 def centred(samples: SampleBatch) -> torch.Tensor:
-    """What `dr_grpo` is."""
+    """`dr_grpo`, written again."""
     means = [sum(group) / len(group) for group in samples.group_rewards]
     return samples.rewards - torch.tensor(means, dtype=torch.float64)
 
@@ -52,7 +52,7 @@ def fading(samples: SampleBatch) -> torch.Tensor:
 
 
 def of_step(samples: SampleBatch) -> torch.Tensor:
-    """What `reinforce_plus_plus` is."""
+    """`reinforce_plus_plus`, written again."""
     assert samples.step_mean is not None
     assert samples.step_std is not None
     return (samples.rewards - samples.step_mean) / (samples.step_std + 1e-4)

@@ -21,7 +21,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def growth(work: Callable[[], object]) -> int:
-    """By how many bytes the process' memory grew at most while `work` ran."""
+    """Return the peak growth of the process's memory in bytes while `work` ran."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, _EXACT)
     try:

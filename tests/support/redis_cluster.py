@@ -26,7 +26,7 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        """What TROUPE_STORE_REDIS_URL would be: one node is enough to find the others."""
+        """The value for TROUPE_STORE_REDIS_URL: one node is enough to find the others."""
         return f"redis-cluster://127.0.0.1:{self.nodes[0].port}"
 
     def start(self) -> None:

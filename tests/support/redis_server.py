@@ -43,7 +43,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """What TROUPE_REDIS_URL would be."""
+        """The value for TROUPE_REDIS_URL."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:

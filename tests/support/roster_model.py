@@ -43,7 +43,7 @@ class Table(Model):
                     row.state, row.reason = "D", "no_signal"
 
     def reasons(self) -> Counter[str]:
-        """What the table must count as dropped."""
+        """Return the table's expected count of dropped samples."""
         found = Counter(row.reason for row in self.rows.values() if row.state == "D")
         found.update(reason for _, reason in self.step.failed.values())
         found["redundant"] += sum(self.step.spared.values())

@@ -16,7 +16,7 @@ def test_a_quick_run_measures_all_parts() -> None:
     assert 0 < found["resources_saved"] < 1
     assert found["gpus_for_equal_latency"] in (12, 36)
     assert found["decision_p99_ms"] > 0
-    # Nothing gains more than what can be gained.
+    # No order gains more than the bound.
     assert set(found["real_gain"]) == {"1", "2"}
     assert all(found["real_gain"][n] <= found["real_gain_most"][n] for n in ("1", "2"))
     assert set(found["gain_by_cores"]) == {"2", "8"}

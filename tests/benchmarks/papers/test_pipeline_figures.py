@@ -56,7 +56,7 @@ def test_a_row_of_one_step_is_measured_whole() -> None:
     found = figures(replace(run, steps=run.steps[1:2]))
     assert found.seconds == 10
     assert found.rollout_alone == pytest.approx(4)
-    # Of `async` the last step is not measured: nothing comes after it to overlap with.
+    # The last step of `async` is not measured, since no later step overlaps with it.
     late = replace(run, mode=modes()[-1])
     assert window(late) == (100, 110)
     assert figures(late).seconds == 10

@@ -158,7 +158,7 @@ async def test_a_sink_that_hangs_for_too_long_is_given_up(
     assert lines(tmp_path) == [0, 1]
 
 
-# In a process of its own, which has wandb: two jobs at once, rows in turn, a resumed job.
+# In a separate process with wandb: two jobs at once, alternating rows, a resumed job.
 OFFLINE = """
 import asyncio, sys, time
 from pathlib import Path

@@ -142,7 +142,7 @@ async def test_a_trainer_that_dies_with_suspended_policies_is_replaced(house: Cl
 async def test_a_job_that_is_over_leaves_nothing_with_any_trainer(
     house: Cluster, cancelled: bool
 ) -> None:
-    """Nor where its policies have been, or were expected."""
+    """Nor on workers that have had its policies, or expected them."""
     trainers = [await house.add_trainer(TrainerScript(slots=1, seconds=0.1)) for _ in range(2)]
     job_id = await house.submit(job(**{"pipeline.steps": 8 if cancelled else 3}))
     if cancelled:
@@ -350,7 +350,7 @@ async def test_idle_trainers_scale_to_zero_and_come_back(empty_redis: str, tmp_p
 
 
 async def test_a_job_that_finds_no_trainer_wants_one(empty_redis: str, tmp_path: Path) -> None:
-    """Whoever starts trainers on demand hears of it before the job's policies have places."""
+    """Starters of trainers on demand are notified before the job's policies have places."""
     cluster = Cluster(empty_redis, tmp_path)
     await cluster.open()
     await cluster.add_rollout(RolloutScript())

@@ -39,7 +39,7 @@ def test_a_node_joins_and_learns_where_the_services_are() -> None:
     (status,) = nodes.statuses([SimpleNamespace(alive=True, beat=beat)])  # type: ignore[list-item]
     assert status.alive
     assert [(one.index, list(one.holders)) for one in status.devices] == [(3, ["job/policy"])]
-    # What a dead worker had computes no longer.
+    # A dead worker's devices compute no longer.
     (status,) = nodes.statuses([SimpleNamespace(alive=False, beat=beat)])  # type: ignore[list-item]
     assert not status.devices[0].holders
 

@@ -42,7 +42,7 @@ class Worker:
         return rollout_pb.ShareServersResponse()
 
     def status(self, number: int, version: int, policy: str = "big", **other: Any) -> Any:
-        """What its heartbeat says of an engine."""
+        """Return an engine's entry in its heartbeat."""
         return rollout_pb.EngineStatus(
             engine_id=f"job.{policy}.{number}@{self.worker_id}",
             job_id="job",
@@ -54,7 +54,7 @@ class Worker:
 
 @dataclass
 class Job:
-    """What `SharedServers` asks of a job's context."""
+    """The parts of a job's context that `SharedServers` uses."""
 
     spec: JobSpec
     job_id: str = "job"

@@ -103,7 +103,7 @@ def test_gains_are_told_of_all_pools_though_one_has_nobody_new() -> None:
     before = Solution(0, 0, {"alice": {"player@0": 1.0}, "bob": {"rival@0": 1.0}}, [1.0, -1.0], {})
     state = PopulationState(pools, table, members, iteration=1, history=[before])
     assert list(solution(spec, state, 2).gains.items()) == [("alice", 0.0), ("bob", 0.75)]
-    # Nobody new at all says nothing about who might be.
+    # Without new members nothing is known about future ones.
     state.iteration = 2
     assert solution(spec, state, 4).gains == {}
 

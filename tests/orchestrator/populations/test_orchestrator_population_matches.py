@@ -48,7 +48,7 @@ class Table:
     ) -> None:
         self.play, self.kept = play, dict[str, orchestrator_pb.Match]()
         self.separate_match_slots = True
-        # Of the next writes.
+        # Errors of the next writes.
         self.faults: list[TroupeError] = []
         names = [f"player@{n}" for n in range(2)]
         members = {
@@ -66,7 +66,7 @@ class Table:
         store: Any = SimpleNamespace(matches=self.known, add_matches=self.add_matches)
         self.matches = Matches(job, around, store, around, self.state)
 
-    # What a dispatch does.
+    # The dispatch's methods.
     def add(self, batch: TicketBatch, groups: list[list[rollout_pb.Ticket]]) -> None:
         batch.add([ticket.trajectory_id for (ticket,) in groups])
         self.batch = batch
@@ -77,7 +77,7 @@ class Table:
 
     def withdraw(self, batch: TicketBatch, queries: list[str], reason: str) -> None: ...
 
-    # What slots do.
+    # The slots' methods.
     async def load_matches(self, *_: Any) -> None: ...
 
     def places(self) -> dict[tuple[str, str], str]:
@@ -85,7 +85,7 @@ class Table:
 
     def match_floors(self) -> None: ...
 
-    # What stores do.
+    # The stores' methods.
     async def known(self, job_id: str, names: list[str]) -> dict[str, orchestrator_pb.Match]:
         return {name: self.kept[name] for name in names if name in self.kept}
 

@@ -69,7 +69,7 @@ async def test_an_earlier_population_state_does_not_overwrite_a_later_one(redis_
     assert found is not None
     assert state.slots == {"all--0": ("player@0", 1)}
     assert found.slots == state.slots, "a version of a slot would have two contents"
-    # What could not be written is not so.
+    # A failed write has no effect.
     with pytest.raises(Superseded):
         await store.save_slots(job_id, 0, state, {"all--0": ("player@0", 2)})
     assert state.slots == found.slots

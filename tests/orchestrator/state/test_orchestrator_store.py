@@ -1,4 +1,4 @@
-"""What Redis holds of a job: its state machine, its log; nothing twice."""
+"""A job in Redis: its state machine, its log; nothing twice."""
 
 import asyncio
 import time

@@ -23,7 +23,7 @@ from troupe.rpc import FailedPrecondition
 pytestmark = BUBBLEWRAP
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="who is not root cannot become another")
 
-# What a program finds that tries to write whatever there is of the kernel's.
+# The results of a program that tries to write all of the kernel's files.
 LOOKS_AROUND = """
 import json, os, sys
 written, made, seen = [], [], 0
@@ -65,7 +65,8 @@ OWN = {*DEVICES, "/dev/pts/ptmx"}
 
 
 def inside(program: str, *before: str) -> Any:
-    """What a Python program says, as JSON, in a sandbox that is started with `before` ahead."""
+    """Return the JSON output of a Python program in a sandbox that is started with the prefix
+    `before`."""
     command, environment = SandboxProfile("bubblewrap", 64, 16).wrap(["-c", program])
     command = command[: next(i for i, word in enumerate(command) if word.startswith("--nproc"))]
     done = subprocess.run(
@@ -261,7 +262,7 @@ def placed_beyond_a_link(project: Path) -> Path:
 
 
 def placed_as_installed(project: Path) -> Path:
-    """In a folder that is shown as a whole."""
+    """In a folder that is visible as a whole."""
     installed = project / "site-packages"
     installed.mkdir()
     sys.path.append(str(installed))

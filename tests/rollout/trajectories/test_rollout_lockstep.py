@@ -37,7 +37,7 @@ def clock() -> TrajectoryClock:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=5))
 def test_rounds_of_calls_do_not_overlap(plans: list[list[int]]) -> None:
-    """Whatever calls take and however many each makes: a round begins when the last has ended."""
+    """For all durations and numbers of calls, a round begins when the last call has ended."""
 
     async def play() -> World:
         world, lockstep = World(), Lockstep()

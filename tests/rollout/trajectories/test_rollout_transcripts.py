@@ -87,7 +87,7 @@ async def test_texts_come_of_a_bounded_share(house: House) -> None:
     tokens = {name for name in events if name.startswith("q0-") and int(name[7:]) < 8}
     assert tokens <= kept, "what people see the tokens of has its text"
     assert len(kept - tokens) < 12, "two of eighty on average"
-    # Of an evaluation the first ones, and those that evaluations are compared by.
+    # The first ones of an evaluation, and the ones by which evaluations are compared.
     assert with_text(await house.run(evaluation(8))) == {f"h{n}-e0-t0" for n in range(4)}
 
 
