@@ -6,7 +6,7 @@
 - `tables`: which policies of a job have a table, and the columns that a sample needs.
 - `steps`: admits and amends steps, reports their counts, completes what a crash left half done.
 - `trajectories`: ends a trajectory once, with its rows in all tables or in none.
-- `samples`: late columns, payloads, listing.
+- `samples`: late columns, raw rows, listing.
 - `claims`: leases on ready samples, and commits: samples become TRAINED and the version moves.
 - `versions`: every weight version of every policy, kept after the tables are dropped.
 - `notices`: wakes callers that wait for a change, made here or by another replica.

@@ -21,8 +21,8 @@ from services.experience_store.database import Database
 from services.experience_store.notices import CLAIMABLE, Notices
 from services.experience_store.records import (
     LETTER_OF,
-    Payload,
     PolicyKeys,
+    RawRow,
     SampleRecord,
     commit_bytes,
     parse_commit,
@@ -48,7 +48,7 @@ _SAMPLE: Final = tag(store_pb.ClaimedSample.SAMPLE_FIELD_NUMBER)
 
 @dataclass(frozen=True)
 class Delivery:
-    """The serialized answer to a claim, which joins the payloads of its samples (for the cost of
+    """The serialized answer to a claim, which joins the raw rows of its samples (for the cost of
     parsing and serializing them again, see `server.WriteBatch`)."""
 
     outcome: store_pb.ClaimMicroBatchResponse.Outcome.ValueType
@@ -64,31 +64,31 @@ class Delivery:
     @staticmethod
     def claimed(
         claim: str,
-        rows: Iterable[tuple[Payload, SampleRecord, int]],
+        rows: Iterable[tuple[RawRow, SampleRecord, int]],
         rewards: Sequence[Sequence[float]],
-        stems: Iterable[Payload] = (),
+        stems: Iterable[RawRow] = (),
     ) -> Delivery:
-        """Return an answer with samples: the payload and record of each, and the index of its
-        group's rewards in `rewards`. `stems` has the other payloads that they refer to."""
+        """Return an answer with samples: the raw row and record of each, and the index of its
+        group's rewards in `rewards`. `stems` has the other raw rows that they refer to."""
         ends = [
             store_pb.ClaimedSample(group_rewards=values).SerializeToString() for values in rewards
         ]
         outcome = Response.OUTCOME_CLAIMED
-        parts: list[Payload] = [Response(outcome=outcome, claim_id=claim).SerializeToString()]
+        parts: list[RawRow] = [Response(outcome=outcome, claim_id=claim).SerializeToString()]
         count = 0
-        for payload, record, group in rows:
+        for raw_row, record, group in rows:
             # Concatenated serialized messages merge when they are parsed.
             moved, end = record.moved(), ends[group]
-            begin = _SAMPLE + varint(len(payload) + len(moved))
-            size = len(begin) + len(payload) + len(moved) + len(end)
-            parts += (_SAMPLES, varint(size), begin, payload, moved, end)
+            begin = _SAMPLE + varint(len(raw_row) + len(moved))
+            size = len(begin) + len(raw_row) + len(moved) + len(end)
+            parts += (_SAMPLES, varint(size), begin, raw_row, moved, end)
             count += 1
-        for payload in stems:
-            parts += (_STEMS, varint(len(payload)), payload)
+        for raw_row in stems:
+            parts += (_STEMS, varint(len(raw_row)), raw_row)
         return Delivery(outcome, b"".join(parts), count)
 
 
-# Payload bytes of one claim: its response must stay within the message limit (64 MiB by default).
+# Bytes of rows of one claim: its response must stay within the message limit (64 MiB by default).
 CLAIM_BYTES: Final = 32 * 2**20
 # A group that may not be split can need more, within the same limit.
 GROUP_BYTES: Final = 60 * 2**20
@@ -203,16 +203,16 @@ class Claims:
         parsed = list(zip(ids, map(SampleRecord.parse, texts), strict=True))
         rewards_of = [[float(one) for one in line.split(b",")] for line in rewards.split(b"\n")]
         try:
-            payloads, stems = await self._samples.take(
+            raw_rows, stems = await self._samples.take(
                 request.job_id, request.policy, request.step, parsed, request.known_claims
             )
         except PayloadGoneError as error:
             # Another caller committed or dropped them since the script ran.
             raise lost(request.request_id, "its samples are gone") from error
         rows = (
-            (payload, record, int(group) - 1)
-            for payload, (_, record), group in zip(
-                payloads, parsed, groups.split(b","), strict=True
+            (raw_row, record, int(group) - 1)
+            for raw_row, (_, record), group in zip(
+                raw_rows, parsed, groups.split(b","), strict=True
             )
         )
         return Delivery.claimed(request.request_id, rows, rewards_of, stems)
@@ -236,7 +236,7 @@ class Claims:
         """Give back the samples of `claimant` ('': of all claimants) and return their number.
 
         A claimant that releases starts afresh. '' supersedes all claimants: the next one to claim
-        goes on, and the others are refused.
+        continues, and the others are refused.
         """
         await self._tables.check_policy(job, policy)
         _, released = await self._steps.on_table("release", job, policy, step, claimant)

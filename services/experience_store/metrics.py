@@ -48,14 +48,14 @@ class Meters:
             "troupe_store_oldest_pending_seconds", "Age of the oldest waiting sample.", table
         )
         self._table_bytes = gauge(
-            "troupe_store_table_bytes", "Payloads of a table of a live job.", table
+            "troupe_store_table_bytes", "Bytes of rows in a table of a live job.", table
         )
-        self._bytes = gauge("troupe_store_payload_bytes", "Payloads of all jobs.")
+        self._bytes = gauge("troupe_store_payload_bytes", "Bytes of rows of all jobs.")
         self._over = gauge(
-            "troupe_store_over_high_water", "1 while payloads are above the high-water mark."
+            "troupe_store_over_high_water", "1 while rows take more than the high-water mark."
         )
         self._recent_bytes = gauge(
-            "troupe_store_recent_bytes", "Payloads kept in this process for claims."
+            "troupe_store_recent_bytes", "Bytes of rows kept in this process for claims."
         )
         self._recent_found = gauge(
             "troupe_store_recent_found", "Claimed rows that were not read from Redis."

@@ -25,7 +25,7 @@ PREFIX: Final = "troupe"
 JOBS: Final = f"{PREFIX}:jobs"
 # Field of staged rows that holds their query and, one a line, their records (`StagedRow.record`).
 RECORDS: Final = "records"
-# Field of rows that counts what needs their payloads (`PolicyKeys.rows`).
+# Field of rows that counts what needs their raw rows (`PolicyKeys.rows`).
 NEEDED: Final = "needed"
 # Items of a hash of success rates (lua/read_pools.lua).
 _RATES: Final = 100
@@ -145,7 +145,7 @@ class PolicyKeys:
     commits = KeyName("commits")
     """Hash: step -> its commit (records.commit_bytes)."""
     head = KeyName("head")
-    """Hash: payload bytes, number of known rosters, newest version with its training state on disk,
+    """Hash: bytes of rows, number of known rosters, newest version with its training state on disk,
     and its checksum."""
     versions = KeyName("versions")
     """List: every version, oldest first, as `<steps done> <version> NEWLINE <PolicyVersion>`
@@ -153,7 +153,7 @@ class PolicyKeys:
     checksums = KeyName("checksums")
     """Hash: version -> checksum of its weights."""
     kept = KeyName("kept")
-    """Sorted set: versions after that one, whose rows are kept (lua/kept.lua). Hashes beside it:
+    """Sorted set: versions after that one, whose rows are kept (lua/kept.lua). Related hashes:
     `kept:<version>`: index -> rows of a micro-batch; `kept:commits` and `kept:bytes`, by version.
     """
     log = KeyName("log")
@@ -168,8 +168,8 @@ class PolicyKeys:
         return f"{self.base}:{step}:{name}"
 
     def rows(self, step: int, trajectory: str) -> str:
-        """Hash: turn -> payload of its sample; `turn TAB column` -> a column that came late;
-        `needed` -> `,turn=number` for each payload that others refer to: 1, and 1 for each of them
+        """Hash: turn -> raw row of its sample; `turn TAB column` -> a column that came late;
+        `needed` -> `,turn=number` for each raw row that others refer to: 1, and 1 for each of them
         (lua/samples.lua).
 
         `trajectory@step` where samples of an earlier step came back.
@@ -188,7 +188,7 @@ def parse_channel(channel: str) -> tuple[str, str]:
 
 
 # A serialized sample: its own bytes, or a view of the message that contained it.
-Payload: TypeAlias = bytes | memoryview
+RawRow: TypeAlias = bytes | memoryview
 
 REWARD: Final = "reward"
 
@@ -208,11 +208,11 @@ _SPREAD_BYTES: Final = 12
 
 
 class StagedRow(NamedTuple):
-    """A sample that is being appended: its payload, and the fields of its first record."""
+    """A sample that is being appended: its raw row, and the fields of its first record."""
 
     sample: str
     policy: str
-    payload: Payload
+    raw_row: RawRow
     tokens: int
     turn: int
     agent: str
@@ -227,19 +227,19 @@ class StagedRow(NamedTuple):
     shared: int = 0
     """Tokens of its stem; they count among `tokens`."""
     names: int = 0
-    """Bytes at the beginning of `payload` that identify the row. They are not stored, since the
+    """Bytes at the beginning of `raw_row` that identify the row. They are not stored, since the
     table, the key and the record identify it too (`SampleRecord.named`)."""
 
     @property
-    def stored(self) -> Payload:
-        """The payload as Redis holds it."""
-        return self.payload[self.names :]
+    def stored(self) -> RawRow:
+        """The raw row as Redis holds it."""
+        return self.raw_row[self.names :]
 
     @staticmethod
-    def of(sample: store_pb.Sample, payload: Payload | None = None) -> StagedRow:
-        """Return the row of `sample`; `payload`: its serialization, where that is known."""
-        if payload is None:
-            payload = sample.SerializeToString()
+    def of(sample: store_pb.Sample, raw_row: RawRow | None = None) -> StagedRow:
+        """Return the row of `sample`; `raw_row`: its serialization, where that is known."""
+        if raw_row is None:
+            raw_row = sample.SerializeToString()
         names = store_pb.Sample(
             sample_id=sample.sample_id,
             policy=sample.policy,
@@ -256,7 +256,7 @@ class StagedRow(NamedTuple):
         return StagedRow(
             sample.sample_id,
             sample.policy,
-            payload,
+            raw_row,
             shared + sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape),
             sample.turn,
             sample.agent,
@@ -267,12 +267,13 @@ class StagedRow(NamedTuple):
             None if stem is None else stem.turn,
             shared,
             # Other writers may serialize the fields in another order.
-            len(names) if payload[: len(names)] == names else 0,
+            len(names) if raw_row[: len(names)] == names else 0,
         )
 
     def record(self, required: Collection[str], stem: str = "") -> str:
         """Format the first `SampleRecord` of a sample, without query and trajectory, which all rows
-        of an ending share. `required`: columns besides the reward; `stem`: as in the record."""
+        of an ending share. `required`: columns in addition to the reward; `stem`: as in the
+        record."""
         missing = [name for name in required if name not in self.columns]
         if self.reward is None:
             missing.append(REWARD)
@@ -280,7 +281,7 @@ class StagedRow(NamedTuple):
         lacks, early = ",".join(sorted(missing)), ",".join(self.columns)
         digest = xxhash.xxh3_128_digest(self.sample.encode())[:_SPREAD_BYTES]
         spread = base64.b64encode(digest).decode()
-        size = len(self.payload) - self.names
+        size = len(self.raw_row) - self.names
         # A `SampleRecord` in the order of its fields, written out because it is made for every row.
         return (
             f"{_PENDING}\t{self.tokens}\t{size}\t{self.turn}\t{reward}\t{lacks}\t{early}"
@@ -297,7 +298,7 @@ class StemTree:
         self._referring: dict[int, int] = {}
         if all(row.parent is None for row in rows):
             return
-        sizes = {row.turn: len(row.payload) - row.names for row in rows}
+        sizes = {row.turn: len(row.raw_row) - row.names for row in rows}
         for row in rows:
             if row.parent is None:
                 continue
@@ -326,14 +327,14 @@ class StemTree:
 
 
 class SampleRecord(NamedTuple):
-    """The record of one sample in Redis: everything but its payload."""
+    """The record of one sample in Redis: everything but its raw row."""
 
     state: str
     """A key of `STATE_OF`."""
     tokens: str
     """Prompt and response together."""
     size: str
-    """Bytes of the payload."""
+    """Bytes of the raw row."""
     turn: str
     reward: str
     """As `repr` of the float, never parsed in Lua; empty until known."""
@@ -359,7 +360,7 @@ class SampleRecord(NamedTuple):
     """The step of its append, if the sample returned in a later one; else empty."""
     stem: str
     """The turns whose samples hold the beginning of its prompt, as `0-3,7`, from the first on, a
-    blank, and the bytes of their payloads; empty for none."""
+    blank, and the bytes of their raw rows; empty for none."""
     spread: str
     """Random characters. Lua hashes only every third to eighth character of a string of this
     length. Records that differ in few others would share one bucket of its string table, and each
@@ -370,7 +371,7 @@ class SampleRecord(NamedTuple):
         return "\t".join(self)
 
     def ancestors(self) -> list[str]:
-        """Return the samples whose payloads hold the beginning of its prompt."""
+        """Return the samples whose raw rows hold the beginning of its prompt."""
         return [f"{self.query}_{turn}_{self.trajectory}" for turn in self.ancestor_turns()]
 
     def ancestor_turns(self) -> list[int]:
@@ -405,14 +406,14 @@ class SampleRecord(NamedTuple):
         if self.reward:
             sample.reward = float(self.reward)
 
-    def read(self, payload: bytes) -> store_pb.Sample:
-        """Return the sample: its payload, and the fields that changed since its append."""
-        sample = store_pb.Sample.FromString(payload)
+    def read(self, raw_row: bytes) -> store_pb.Sample:
+        """Return the sample: its raw row, and the fields that changed since its append."""
+        sample = store_pb.Sample.FromString(raw_row)
         self.apply_to(sample)
         return sample
 
     def moved(self) -> bytes:
-        """Return the fields that `apply_to` sets, serialized: appended to the payload they
+        """Return the fields that `apply_to` sets, serialized: appended to the raw row they
         merge."""
         if self.origin:
             sample = store_pb.Sample()
@@ -422,11 +423,11 @@ class SampleRecord(NamedTuple):
 
     @property
     def rows(self) -> str:
-        """The last part of its payload's key (`PolicyKeys.rows`)."""
+        """The last part of its raw row's key (`PolicyKeys.rows`)."""
         return f"{self.trajectory}@{self.origin}" if self.origin else self.trajectory
 
     def named(self, sample_id: str, policy: str) -> store_pb.Sample:
-        """Return the fields that identify the row, which its payload in Redis omits."""
+        """Return the fields that identify the row, which its raw row in Redis omits."""
         return store_pb.Sample(
             sample_id=sample_id,
             policy=policy,
@@ -452,7 +453,7 @@ class SampleRecord(NamedTuple):
         )
 
     def outline(self, sample_id: str, policy: str) -> store_pb.Sample:
-        """Return the sample without its payload (which is freed when its step is committed)."""
+        """Return the sample without its raw row (which is freed when its step is committed)."""
         sample = self.named(sample_id, policy)
         self.apply_to(sample)
         return sample

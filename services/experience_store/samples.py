@@ -1,4 +1,4 @@
-"""Samples after their append: late columns, payloads, listing; rows kept in memory for claims."""
+"""Samples after their append: late columns, raw rows, listing; rows kept in memory for claims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from services.experience_store.database import Database, ScriptCall
 from services.experience_store.notices import Notices
-from services.experience_store.records import STATE_OF, Payload, PolicyKeys, SampleRecord
+from services.experience_store.records import STATE_OF, PolicyKeys, RawRow, SampleRecord
 from services.experience_store.requests import Fill
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
@@ -26,8 +26,8 @@ MIB: Final = 2**20
 # Enough for the rows that wait until a step's groups are complete, and little compared with a
 # model.
 DEFAULT_BYTES: Final = 128 * MIB
-# A row takes some 450 bytes in addition to its payload, which are not counted. The number of rows
-# is bounded as if none were shorter than this.
+# A row takes some 450 uncounted bytes in addition to its raw row. The number of rows is bounded as
+# if none were shorter than this.
 _SHORT: Final = 1024
 _LEAST_ROWS: Final = 64
 
@@ -36,7 +36,7 @@ _Key: TypeAlias = tuple[str, str, str, str]
 
 
 class RecentRows:
-    """Payloads in memory from their append to their claim; the oldest are removed first.
+    """Raw rows in memory from their append to their claim; the oldest are removed first.
 
     Holds at most `limit` bytes; a message counts whole while any row is a view of it. 0 keeps none.
     """
@@ -44,7 +44,7 @@ class RecentRows:
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self._limit = limit
         self._most = max(_LEAST_ROWS, limit // _SHORT)
-        self._rows: OrderedDict[_Key, Payload] = OrderedDict()
+        self._rows: OrderedDict[_Key, RawRow] = OrderedDict()
         # Number of rows that are views of a message, by its identity: the last row frees it.
         self._sharing: dict[int, int] = {}
         self.bytes = 0
@@ -52,42 +52,42 @@ class RecentRows:
         self.found = 0
         """Rows taken by claims since the start."""
 
-    def add(self, job: str, policy: str, since: str, rows: Iterable[tuple[str, Payload]]) -> None:
-        """Keep these (sample id, payload), which entered the table at `since`."""
-        for sample, payload in rows:
+    def add(self, job: str, policy: str, since: str, rows: Iterable[tuple[str, RawRow]]) -> None:
+        """Keep these (sample id, raw row), which entered the table at `since`."""
+        for sample, raw_row in rows:
             key = (job, policy, sample, since)
             self._pop(key)
-            self._rows[key] = payload
-            if isinstance(payload, memoryview):
-                message = id(payload.obj)
+            self._rows[key] = raw_row
+            if isinstance(raw_row, memoryview):
+                message = id(raw_row.obj)
                 number = self._sharing.get(message, 0)
                 self._sharing[message] = number + 1
-                self.bytes += 0 if number else _size(payload)
+                self.bytes += 0 if number else _size(raw_row)
             else:
-                self.bytes += len(payload)
+                self.bytes += len(raw_row)
         while self.bytes > self._limit or len(self._rows) > self._most:
             self._pop(next(iter(self._rows)))
 
     def take(
         self, job: str, policy: str, records: Sequence[tuple[str, SampleRecord]]
-    ) -> dict[str, Payload]:
-        """Return the kept payloads of these samples, without late columns.
+    ) -> dict[str, RawRow]:
+        """Return the kept raw rows of these samples, without late columns.
 
         Removes them here: hardly any row is claimed twice.
         """
-        taken: dict[str, Payload] = {}
+        taken: dict[str, RawRow] = {}
         for sample, record in records:
-            payload = self._pop((job, policy, sample, record.since))
+            raw_row = self._pop((job, policy, sample, record.since))
             # Late columns are in Redis only.
-            if payload is not None and not record.late:
-                taken[sample] = payload
+            if raw_row is not None and not record.late:
+                taken[sample] = raw_row
         self.found += len(taken)
         return taken
 
     def peek(
         self, job: str, policy: str, rows: Iterable[tuple[str, SampleRecord]]
-    ) -> dict[str, Payload]:
-        """Return the kept payloads of these samples, each with the record of a sample that refers
+    ) -> dict[str, RawRow]:
+        """Return the kept raw rows of these samples, each with the record of a sample that refers
         to it. They stay here."""
         keys = ((sample, (job, policy, sample, record.since)) for sample, record in rows)
         return {sample: self._rows[key] for sample, key in keys if key in self._rows}
@@ -97,17 +97,17 @@ class RecentRows:
         for key in [key for key in self._rows if key[0] == job]:
             self._pop(key)
 
-    def _pop(self, key: _Key) -> Payload | None:
-        payload = self._rows.pop(key, None)
-        if isinstance(payload, memoryview):
-            message = id(payload.obj)
+    def _pop(self, key: _Key) -> RawRow | None:
+        raw_row = self._rows.pop(key, None)
+        if isinstance(raw_row, memoryview):
+            message = id(raw_row.obj)
             self._sharing[message] -= 1
             if not self._sharing[message]:
                 del self._sharing[message]
-                self.bytes -= _size(payload)
-        elif payload is not None:
-            self.bytes -= len(payload)
-        return payload
+                self.bytes -= _size(raw_row)
+        elif raw_row is not None:
+            self.bytes -= len(raw_row)
+        return raw_row
 
 
 def _size(row: memoryview) -> int:
@@ -139,7 +139,7 @@ class SampleFills:
 
 
 class PayloadGoneError(Exception):
-    """A payload was freed while it was being read."""
+    """A raw row was freed while it was being read."""
 
 
 @dataclass(frozen=True)
@@ -265,9 +265,9 @@ class Samples:
         step: int,
         records: Sequence[tuple[str, SampleRecord]],
         known_claims: Sequence[str] = (),
-    ) -> tuple[list[Payload], list[Payload]]:
-        """Return `payloads` of claimed samples, from memory if this replica appended them, and the
-        payloads that they refer to, without samples that the claimant has from this claim or
+    ) -> tuple[list[RawRow], list[RawRow]]:
+        """Return `raw_rows` of claimed samples, from memory if this replica appended them, and the
+        raw rows that they refer to, without samples that the claimant has from this claim or
         `known_claims`."""
         before = _referred(records)
         if before and known_claims:
@@ -286,10 +286,10 @@ class Samples:
             stems.update((sample, read[sample]) for sample in absent)
         return [recent[sample] for sample, _ in records], [stems[sample] for sample in before]
 
-    async def payloads(
+    async def raw_rows(
         self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
     ) -> list[bytes]:
-        """Return the payloads with their late columns, for `SampleRecord.read`. Raises
+        """Return the raw rows with their late columns, for `SampleRecord.read`. Raises
         `PayloadGoneError` when one was freed."""
         read = await self._read(job, policy, step, records, {})
         return [read[sample] for sample, _ in records]
@@ -302,7 +302,7 @@ class Samples:
         records: Sequence[tuple[str, SampleRecord]],
         before: Mapping[str, SampleRecord],
     ) -> dict[str, bytes]:
-        """Return `payloads` by sample, including the samples in `before`, each with the record of a
+        """Return `raw_rows` by sample, including the samples in `before`, each with the record of a
         sample that refers to it."""
         keys = PolicyKeys(job, policy)
         # Key -> (sample, field) of each value to read there.
@@ -345,7 +345,7 @@ class Samples:
         token: str,
     ) -> tuple[list[store_pb.Sample], str]:
         """Return at most `size` samples in order of step, query, group and id, and where the next
-        page starts ('' behind the last). Those of committed steps come without their payload.
+        page starts ('' behind the last). Those of committed steps come without their raw row.
         """
         await self._tables.check_policy(job, policy)
         place = _PageStart.parse(token) if token else None
@@ -412,7 +412,7 @@ class Samples:
 
 
 def _referred(records: Sequence[tuple[str, SampleRecord]]) -> dict[str, SampleRecord]:
-    """Return the further samples whose payloads these refer to, each with the record of a sample
+    """Return the further samples whose raw rows these refer to, each with the record of a sample
     that refers to it, since their own may be gone."""
     found: dict[str, SampleRecord] = {}
     own: set[str] = set()

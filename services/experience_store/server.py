@@ -20,7 +20,7 @@ from services.chassis.telemetry import Telemetry
 from services.experience_store import requests
 from services.experience_store.database import Database
 from services.experience_store.metrics import Meters
-from services.experience_store.records import Ending, Payload, StagedRow
+from services.experience_store.records import Ending, RawRow, StagedRow
 from services.experience_store.requests import (
     check_columns,
     check_id,
@@ -44,9 +44,9 @@ from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 
 def check_append(
-    request: store_pb.AppendTrajectoryRequest, payloads: Sequence[Payload]
+    request: store_pb.AppendTrajectoryRequest, raw_rows: Sequence[RawRow]
 ) -> list[StagedRow]:
-    """Check an ending and its serialized rows (`payloads`); return the rows, each read once.
+    """Check an ending and its serialized rows (`raw_rows`); return the rows, each read once.
 
     `query_id` and `trajectory_id` are already checked.
     """
@@ -63,7 +63,7 @@ def check_append(
             remedy="Send COMPLETED, FAILED or ABORTED.",
         )
     if request.state != common_pb.TRAJECTORY_STATE_COMPLETED:
-        if payloads:
+        if raw_rows:
             raise InvalidArgument(
                 "a trajectory that did not complete has no samples", field="samples"
             )
@@ -71,8 +71,8 @@ def check_append(
             raise InvalidArgument("say why it did not complete", field="reason")
     seen: set[str] = set()
     rows: list[StagedRow] = []
-    for index, payload in enumerate(payloads):
-        row = _read(f"samples[{index}]", request, payload)
+    for index, raw_row in enumerate(raw_rows):
+        row = _read(f"samples[{index}]", request, raw_row)
         if row.sample in seen:
             raise InvalidArgument(
                 "occurs twice", field=f"samples[{index}].sample_id", value=row.sample
@@ -106,13 +106,13 @@ def _check_stem(field: str, row: StagedRow, before: Sequence[StagedRow]) -> None
     )
 
 
-def _read(field: str, request: store_pb.AppendTrajectoryRequest, payload: Payload) -> StagedRow:
-    """Parse the row in `payload`. Raises `InvalidArgument` with the faulty field."""
+def _read(field: str, request: store_pb.AppendTrajectoryRequest, raw_row: RawRow) -> StagedRow:
+    """Parse the row in `raw_row`. Raises `InvalidArgument` with the faulty field."""
     try:
-        sample = store_pb.Sample.FromString(bytes(payload))
+        sample = store_pb.Sample.FromString(bytes(raw_row))
     except DecodeError as error:
         raise InvalidArgument(f"is not a Sample: {error}", field=field) from error
-    row = StagedRow.of(sample, payload)
+    row = StagedRow.of(sample, raw_row)
     _check_sample(field, request, sample, row)
     return row
 
@@ -151,7 +151,7 @@ def _check_sample(
         )
     check_columns(f"{field}.columns", sample.columns)
     check_payloads(f"{field}.payloads", sample)
-    check_size(field, len(row.payload))
+    check_size(field, len(row.raw_row))
 
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class WriteBatch:
     request_id: str
     endings: Sequence[store_pb.AppendTrajectoryRequest]
     """The requests without their samples."""
-    payloads: Sequence[Sequence[Payload]]
+    raw_rows: Sequence[Sequence[RawRow]]
     fills: Sequence[store_pb.FillColumnsRequest]
 
     @staticmethod
@@ -181,12 +181,12 @@ class WriteBatch:
         field = store_pb.AppendTrajectoryRequest.SAMPLES_FIELD_NUMBER
         view = memoryview(data)
         endings: list[store_pb.AppendTrajectoryRequest] = []
-        payloads: list[list[Payload]] = []
+        raw_rows: list[list[RawRow]] = []
         for span in spans:
             ending, samples = protobuf_wire.split(data, *span, field)
             endings.append(store_pb.AppendTrajectoryRequest.FromString(ending))
-            payloads.append([view[start:end] for start, end in samples])
-        return WriteBatch(request.request_id, endings, payloads, request.fills)
+            raw_rows.append([view[start:end] for start, end in samples])
+        return WriteBatch(request.request_id, endings, raw_rows, request.fills)
 
     def parts(self) -> bytes:
         """Return the ids of its parts, which identify their contents."""
@@ -204,12 +204,12 @@ class Writes:
     async def end_each(
         self,
         sent: Sequence[store_pb.AppendTrajectoryRequest],
-        payloads: Sequence[Sequence[Payload]] = (),
+        raw_rows: Sequence[Sequence[RawRow]] = (),
     ) -> list[store_pb.AppendTrajectoryResponse | TroupeError]:
-        """Return the answers to these calls, or their errors. `payloads`: the serialized samples of
+        """Return the answers to these calls, or their errors. `raw_rows`: the serialized samples of
         each, if the requests lack them.
         """
-        known = payloads or [
+        known = raw_rows or [
             [sample.SerializeToString() for sample in request.samples] for request in sent
         ]
         appends = []
@@ -220,7 +220,7 @@ class Writes:
         for number, append in enumerate(appends):
             if isinstance(append, Append):
                 try:
-                    size = sum(len(row.payload) for row in append.rows)
+                    size = sum(len(row.raw_row) for row in append.rows)
                     await self._store.high_water.admit(append.job, append.step, size)
                 except TroupeError as error:
                     if isinstance(error, ResourceExhausted):
@@ -285,12 +285,12 @@ def _filled(
     )
 
 
-def _append_of(request: store_pb.AppendTrajectoryRequest, payloads: Sequence[Payload]) -> Append:
+def _append_of(request: store_pb.AppendTrajectoryRequest, raw_rows: Sequence[RawRow]) -> Append:
     requests.check_common(request)
     requests.check_step(request.step)
     requests.check_id("query_id", request.query_id)
     requests.check_id("trajectory_id", request.trajectory_id)
-    rows = check_append(request, payloads)
+    rows = check_append(request, raw_rows)
     state = common_pb.TrajectoryState.Name(request.state).removeprefix("TRAJECTORY_STATE_")
     reason = requests.clean_reason(request.reason)
     solved = "1" if request.solved else ""
@@ -307,17 +307,17 @@ def _fills_of(request: store_pb.FillColumnsRequest) -> SampleFills:
 
 
 class StoreSettings(ServiceSettings):
-    """`ServiceSettings`, the Redis for samples, and bounds on payloads."""
+    """`ServiceSettings`, the Redis for samples, and bounds on rows' bytes."""
 
     store_redis_url: str | None = None
     """Redis that holds samples, if not `redis_url`. `redis-cluster://HOST:PORT` names one node of a
     Redis Cluster."""
     store_high_water_mib: int = Field(default=0, ge=0)
-    """Payload bytes above which the store refuses rows, except rows of a job's oldest uncommitted
+    """Bytes of rows above which the store refuses rows, except rows of a job's oldest uncommitted
     step; 0: no bound. Half of Redis' `maxmemory` leaves room for other data."""
 
     store_recent_mib: int = Field(default=DEFAULT_BYTES // MIB, ge=0)
-    """Payload bytes kept in the store's own memory from append to claim, so that it need not read
+    """Bytes of rows kept in the store's own memory from append to claim, so that it need not read
     them back from Redis; 0: none. Affects only speed."""
 
     @property
@@ -326,7 +326,7 @@ class StoreSettings(ServiceSettings):
         return self.store_redis_url or self.redis_url
 
 
-# Seconds of a call's deadline reserved for reading payloads and answering.
+# Seconds of a call's deadline reserved for reading raw rows and answering.
 _DEADLINE_MARGIN: Final = 0.5
 
 
@@ -421,7 +421,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         async with asyncio.TaskGroup() as group:
             # Columns first: they are quick to write, and claims may wait for them.
             filled = group.create_task(self._writes.fill_each(request.fills))
-            ended = group.create_task(self._writes.end_each(request.endings, request.payloads))
+            ended = group.create_task(self._writes.end_each(request.endings, request.raw_rows))
         return store_pb.WriteResponse(
             endings=[store_pb.EndingWritten(**_written(one)) for one in ended.result()],
             fills=[store_pb.FillWritten(**_written(one)) for one in filled.result()],
@@ -429,7 +429,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
 
     # A repeated claim finds its samples in Redis. It may know other claims than the first call did
     # (a resumed step knows none), so it gets its own answer. It is cancelled when its caller
-    # leaves, since nobody would renew its lease.
+    # leaves, since its lease would not be renewed.
     @repeatable
     async def ClaimMicroBatch(
         self, request: store_pb.ClaimMicroBatchRequest, context: Any

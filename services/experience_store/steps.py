@@ -136,7 +136,7 @@ def _policy_counts(
 
 
 # Committed steps whose records are kept, so that a resumed job and a late duplicate find the
-# outcome of their step. Payloads are freed with the commit.
+# outcome of their step. Raw rows are freed with the commit.
 KEEP_STEPS: Final = 16
 # Keys of a curriculum freed at once: a large job has thousands.
 _TOGETHER: Final = 1000

@@ -1,8 +1,8 @@
 """The experience store without gRPC: the wiring of its parts, and its background tasks.
 
 `TableWatcher` pushes counts to watchers, `Sweeper` expires leases and completes work left by
-crashes, `LogAuditor` compares logs and commits, `HighWater` refuses appends when payloads take too
-much memory, `Descriptions` summarizes tables for people.
+crashes, `LogAuditor` compares logs and commits, `HighWater` refuses appends when rows take too much
+memory, `Descriptions` summarizes tables for people.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ _RETRY_MS: Final = 1000
 
 
 class HighWater:
-    """The count of payload bytes, and the refusal of appends above the high-water mark."""
+    """The count of rows' bytes, and the refusal of appends above the high-water mark."""
 
     def __init__(
         self, database: Database, tables: TableRegistry, notices: Notices, mark_bytes: int = 0
@@ -309,7 +309,7 @@ class HighWater:
         self.mark_bytes = mark_bytes
         """0: no bound."""
         self.payload_bytes = 0
-        """Payload bytes of all jobs as of the last look, plus bytes that this process admitted
+        """Bytes of rows of all jobs as of the last look, plus bytes that this process admitted
         since."""
         self._looked = -1.0
         self._looking = asyncio.Lock()
@@ -341,7 +341,7 @@ class HighWater:
         await self.look(at_most_every=_LOOK_SECONDS)
         if self.payload_bytes + size > self.mark_bytes and not await self._goes_on(job, step):
             raise ResourceExhausted(
-                f"the experience store holds {self.payload_bytes / MIB:.1f} MiB of payloads",
+                f"the experience store holds {self.payload_bytes / MIB:.1f} MiB of rows",
                 kind="store_full",
                 field="TROUPE_STORE_HIGH_WATER_MIB",
                 value=f"{self.mark_bytes / MIB:g}",
@@ -372,7 +372,7 @@ class HighWater:
             self._notices.wake_all()
 
     async def of_job(self, job: str) -> dict[str, int]:
-        """Return the payload bytes of each policy's table."""
+        """Return the bytes of the rows in each policy's table."""
         found = await self._bytes(await self._places(job))
         return {place.policy: number for place, number in found.items()}
 

@@ -28,7 +28,7 @@ class TableSchema:
     policies: tuple[str, ...]
     """Sorted."""
     required: frozenset[str]
-    """Columns besides `reward` that a sample needs."""
+    """Columns that a sample needs in addition to `reward`."""
     max_uses: int = 1
     """Maximum optimizer steps that one sample may contribute to."""
     drop_without_signal: bool = False

@@ -7,8 +7,8 @@ single script can write them. The steps, in order and each repeatable:
     -> apply the winner to every table (its staged rows are renamed, not copied)
 
 A crash before the decision leaves only staged rows, which are freed with the step. After the
-decision, whoever notices the ending first applies it: a repeated append, `StepStore.status`, or the
-sweeper.
+decision, the first call that notices the ending applies it: a repeated append, `StepStore.status`,
+or the sweeper.
 
 If one server holds all keys (no cluster), one round trip does all of this for many endings: rows
 are staged, then one script per table decides and applies (end_trajectories.lua). Endings in an
@@ -29,8 +29,8 @@ from services.experience_store.records import (
     RECORDS,
     Ending,
     JobTableKeys,
-    Payload,
     PolicyKeys,
+    RawRow,
     StagedRow,
     StemTree,
 )
@@ -96,7 +96,7 @@ class Append:
         """
         keys, query = PolicyKeys(self.job, policy), self.ending.query
         staged = keys.staged(step, self.trajectory, self.ending.attempt)
-        fields: list[str | Payload | int] = []
+        fields: list[str | RawRow | int] = []
         records = [query]
         tree = StemTree(self.by_policy[policy])
         for row in self.by_policy[policy]:
@@ -213,7 +213,7 @@ class Trajectories:
         all)."""
         own = append.by_policy.get(policy)
         if since and own:
-            rows = [(row.sample, row.payload) for row in own]
+            rows = [(row.sample, row.raw_row) for row in own]
             self._recent.add(append.job, policy, since, rows)
 
     async def _end_alone(self, append: Append) -> Appended:

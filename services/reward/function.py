@@ -141,7 +141,7 @@ class RegisteredFunction:
     spec: reward_pb.FunctionSpec
     # Folder of its uploaded source; None: it is imported from the service's import path.
     source: Path | None = None
-    # How often it was registered: each time, workers check anew whether its code was edited.
+    # How often it was registered: each time, workers check again whether its code was edited.
     registrations: int = 0
     # `registrations` when a new worker could not import it.
     unimportable: int = -1
@@ -158,7 +158,7 @@ class RegisteredFunction:
     curve: SpeedUp = field(init=False)
     # How its workers are confined.
     profile: SandboxProfile = field(init=False)
-    # Resource -> amount that a call takes, beside a worker and cores.
+    # Resource -> amount that a call takes, in addition to a worker and cores.
     needs: Mapping[str, int] = field(init=False)
     _measured: tuple[SpeedUp | None, float] = (None, 0.0)
     _cold_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_COLD_STARTS))
@@ -263,7 +263,7 @@ def quantile(values: Sequence[float] | deque[float], share: float) -> float:
 
 
 class FunctionRegistry:
-    """The functions of this process, by name and version; rollout registers them anew after a
+    """The functions of this process, by name and version; rollout registers them again after a
     restart."""
 
     def __init__(
@@ -412,7 +412,7 @@ def expect(function: RegisteredFunction, call: FunctionCall, discipline: Discipl
     seconds = discipline.expected(
         function.key, call.kin, function.seconds, declared=call.expected_seconds
     )
-    # 0 keeps the call's estimate that of the function, also when that changes.
+    # 0 lets the call follow the function's estimate, also when it changes.
     call.estimated_seconds = seconds if seconds != function.seconds else 0.0
 
 

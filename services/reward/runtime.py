@@ -336,7 +336,7 @@ class Runtime:
         return found
 
     def _rank(self, function: RegisteredFunction, call: FunctionCall, now: float) -> float:
-        """Return the call's rank among those of its job; the lowest runs first."""
+        """Return the call's rank within its job; the lowest runs first."""
         work, waiters = cost(function, call), max(1, call.waiters)
         last, job = function.spec.kind == REWARD, call.job_id
         return self.discipline.place(

@@ -12,7 +12,7 @@ from services.reward.quota import QuotaSettings
 
 
 class RewardSettings(ServiceSettings):
-    """Settings of the reward service besides those of every service."""
+    """Settings of the reward service in addition to every service's."""
 
     reward_workers: int = Field(default=2, ge=0)
     """Worker processes at most, that is, calls that run at once. 0: calls run on attached hosts
@@ -22,8 +22,8 @@ class RewardSettings(ServiceSettings):
     reward_idle_seconds: float = Field(default=60, ge=0)
     """How long an idle worker process is kept."""
     reward_cores: int = Field(default=0, ge=0)
-    """Cores that are handed out to calls while they run, anew for every call, as many as pay.
-    0: none are, and a call takes a worker process and nothing else."""
+    """Cores that are assigned to calls while they run, for each call as many as pay off. 0: none
+    are, and a call takes a worker process and nothing else."""
     reward_core_backend: Literal["auto", "cgroup2", "cgroup1", "affinity"] = "auto"
     """How calls are bound to cores; auto: the first of the others that works here."""
     reward_order: Literal["shortest", "fcfs"] = "shortest"
@@ -41,8 +41,8 @@ class RewardSettings(ServiceSettings):
     reward_sandbox_idle_seconds: float = Field(default=600, gt=0)
     """How long a stateful sandbox is kept without calls, unless its function says otherwise."""
     reward_environment: str = ""
-    """Variables of the service's environment that functions of the level `process` see, besides
-    those of `services/reward/sandboxes/profile.py`: names separated by commas, `*` for any
+    """Variables of the service's environment that functions of the level `process` see, in addition
+    to those of `services/reward/sandboxes/profile.py`: names separated by commas, `*` for any
     characters. For example the one with a judge's API key."""
     reward_memory_mib: int = Field(default=0, ge=0)
     """Memory that running calls may have declared together. 0: it is not counted."""

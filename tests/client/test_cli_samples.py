@@ -22,7 +22,7 @@ def test_counts(run: Run, cluster: Stage) -> None:
     assert "solver has 2 steps to commit; pending for longest, 1m01s: " in out
     assert max(map(len, out.splitlines())) <= 80
     assert "solver dropped 5 rows or trajectories: workflow_raised" in out
-    assert "3.0 MiB of 4.0 MiB of payloads" in out
+    assert "3.0 MiB of 4.0 MiB of rows" in out
     table = json.loads(run("samples", "counts", "mine", "--json")[1])["tables"][0]
     assert (table["policy"], table["trained"]) == ("solver", 1234)
 

@@ -33,7 +33,7 @@ async def reasons_of(stage: Stage) -> dict[str, int]:
 
 
 async def rows_of(stage: Stage) -> int:
-    """Payloads of the solver in Redis."""
+    """Return the solver's raw rows in Redis."""
     database = stage.store.database
     keys = await database.call("KEYS", f"*{{{stage.job}/solver}}:{stage.step}:rows:*")
     return sum([await database.call("HLEN", key) for key in keys])

@@ -104,7 +104,7 @@ class Life(MortalLife):
             (9, 8, 1, 0)
         ] * 2
         held = await self.call(lambda: stage.store.high_water.of_job(stage.job))
-        assert set(held.values()) == {0}, "all payloads are freed"
+        assert set(held.values()) == {0}, "all raw rows are freed"
 
     async def close(self) -> None:
         await self.stage.store.tables.drop(self.stage.job, purge_log=True)

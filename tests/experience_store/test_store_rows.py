@@ -100,17 +100,17 @@ def assert_restorable(row: StagedRow, sample: store_pb.Sample, *, accepted: bool
 def test_a_row_is_stored_without_its_names_and_restored_from_its_record(
     sample: store_pb.Sample, reordered: bool
 ) -> None:
-    payload = sample.SerializeToString()
+    raw_row = sample.SerializeToString()
     if reordered:  # as another writer may serialize it
         first = store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
-        payload = payload.removeprefix(first) + first
-    row = StagedRow.of(sample, payload)
+        raw_row = raw_row.removeprefix(first) + first
+    row = StagedRow.of(sample, raw_row)
     assert_restorable(row, sample, accepted=False)
     if not reordered:
         stored = store_pb.Sample.FromString(bytes(row.stored))
         assert not any((stored.sample_id, stored.policy, stored.agent, stored.group_id))
     try:
-        accepted = check_append(completed(sample.query_id), [payload])
+        accepted = check_append(completed(sample.query_id), [raw_row])
     except InvalidArgument:
         return
     assert accepted == [row]
@@ -123,8 +123,8 @@ def test_a_usual_row_is_accepted_whatever_its_length_and_ids() -> None:
             for reward, bound in itertools.product((None, 0.5), (2**16, 2**24, 2**31)):
                 sample = make_sample("q", turn, "t", reward=reward, tokens=tokens)
                 sample.prompt_ids.CopyFrom(_ids(tokens // 2, bound))
-                payload = sample.SerializeToString()
-                (row,) = check_append(completed("q"), [payload])
+                raw_row = sample.SerializeToString()
+                (row,) = check_append(completed("q"), [raw_row])
                 assert_restorable(row, sample)
                 assert row.names
 
@@ -133,10 +133,10 @@ def test_a_usual_row_is_accepted_whatever_its_length_and_ids() -> None:
 def test_a_broken_row_is_refused_or_read_as_what_its_bytes_say(
     sample: store_pb.Sample, data: st.DataObject
 ) -> None:
-    payload = bytearray(sample.SerializeToString())
-    place = data.draw(st.integers(0, len(payload) - 1))
-    payload[place] ^= data.draw(st.integers(1, 255))
-    broken = bytes(payload[: data.draw(st.integers(place + 1, len(payload)))])
+    raw_row = bytearray(sample.SerializeToString())
+    place = data.draw(st.integers(0, len(raw_row) - 1))
+    raw_row[place] ^= data.draw(st.integers(1, 255))
+    broken = bytes(raw_row[: data.draw(st.integers(place + 1, len(raw_row)))])
     try:
         (row,) = check_append(completed(sample.query_id), [broken])
     except InvalidArgument:
@@ -156,7 +156,7 @@ def test_a_batch_is_cut_where_its_parts_end() -> None:
     batch = WriteBatch.parse(text)
     assert (batch.request_id, list(batch.fills)) == ("w", list(request.fills))
     assert [one.request_id for one in batch.endings] == ["a", "b"]
-    assert [[*map(bytes, own)] for own in batch.payloads] == [
+    assert [[*map(bytes, own)] for own in batch.raw_rows] == [
         [row.SerializeToString() for row in rows],
         [],
     ]

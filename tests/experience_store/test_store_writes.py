@@ -226,7 +226,7 @@ def test_samples_are_taken_as_they_came(tokens: list[list[int]], step: int) -> N
     sent = store_pb.WriteRequest(request_id="w", endings=endings, fills=fills)
     batch = WriteBatch.parse(sent.SerializeToString())
     assert (batch.request_id, list(batch.fills)) == ("w", fills)
-    assert [list(rows) for rows in batch.payloads] == [
+    assert [list(rows) for rows in batch.raw_rows] == [
         [sample.SerializeToString() for sample in ending.samples] for ending in endings
     ]
     for one in endings:

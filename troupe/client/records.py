@@ -536,8 +536,8 @@ class Function(Record, part="function"):
 class Sample(Record, id_from="sample_id"):
     """One trainable row (a turn) of one policy.
 
-    When the sample's step is committed, its payload is freed: from then on, token ids and log-probs
-    are None and `columns` is empty.
+    When the sample's step is committed, its contents are freed: from then on, token ids and
+    log-probs are None and `columns` is empty.
     """
 
     id: str
@@ -608,7 +608,7 @@ class Tables(Record):
 
     tables: tuple[TableSummary, ...]
     payload_bytes: int
-    # Payload bytes above which rollout is slowed down; 0: no limit.
+    # Bytes of rows above which rollout is slowed down; 0: no limit.
     high_water_bytes: int
     over_high_water: bool
     redis_bytes: int

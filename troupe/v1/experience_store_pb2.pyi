@@ -1452,7 +1452,7 @@ class CommitStepResponse(_message.Message):
     OVER_HIGH_WATER_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
     over_high_water: _builtins.bool
-    """The store holds more payloads than its high-water mark: kept rows should go soon."""
+    """The store's rows exceed its high-water mark: kept rows should go soon."""
     @_builtins.property
     def commit(self) -> Global___StepCommit: ...
     def __init__(
@@ -2408,7 +2408,7 @@ class TableStatus(_message.Message):
     queries_complete: _builtins.int
     """Queries all of whose trajectories have ended."""
     payload_bytes: _builtins.int
-    """Payload bytes that the store holds, over all jobs, and whether that is above its high-water
+    """Bytes of rows that the store holds, over all jobs, and whether that is above its high-water
     mark: then rows of any step but the oldest uncommitted one are pushed back.
     """
     over_high_water: _builtins.bool
@@ -2648,7 +2648,7 @@ class TableSummary(_message.Message):
     """Age of the oldest sample that waits for a column or for its group; 0 when none does."""
     oldest_pending_sample: _builtins.str
     payload_bytes: _builtins.int
-    """Payloads of this table."""
+    """Bytes of this table's rows."""
     @_builtins.property
     def drop_reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(

@@ -359,7 +359,7 @@ class ExperienceStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DropTables(self, request, context):
-        """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
+        """Frees the rows and the bookkeeping of a job. Its log and its versions stay, so that
         AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -89,7 +89,7 @@ class ExperienceStoreStub:
     ReadLog: _grpc.UnaryStreamMultiCallable[_experience_store_pb2.ReadLogRequest, _experience_store_pb2.LoggedStep]
     """The log behind the audit: the outcome of every sample of a policy, step by step."""
     DropTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DropTablesRequest, _experience_store_pb2.DropTablesResponse]
-    """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
+    """Frees the rows and the bookkeeping of a job. Its log and its versions stay, so that
     AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
     """
 
@@ -154,7 +154,7 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     ReadLog: _aio.UnaryStreamMultiCallable[_experience_store_pb2.ReadLogRequest, _experience_store_pb2.LoggedStep]  # type: ignore[assignment]
     """The log behind the audit: the outcome of every sample of a policy, step by step."""
     DropTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DropTablesRequest, _experience_store_pb2.DropTablesResponse]  # type: ignore[assignment]
-    """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
+    """Frees the rows and the bookkeeping of a job. Its log and its versions stay, so that
     AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
     """
 
@@ -378,7 +378,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.DropTablesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.DropTablesResponse, _abc.Awaitable[_experience_store_pb2.DropTablesResponse]]:
-        """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
+        """Frees the rows and the bookkeeping of a job. Its log and its versions stay, so that
         AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
         """
 

@@ -23,7 +23,7 @@ export async function drawSamples(job, over) {
   if (job !== shown) return;
   const mark = found.high_water_bytes ? ` of ${mib(found.high_water_bytes)}` : "";
   const full = found.over_high_water ? " · above the mark, so rollout has to wait" : "";
-  byId("samples-store").textContent = `${mib(found.payload_bytes)}${mark} of payloads · Redis ${mib(found.redis_bytes)}${full}`;
+  byId("samples-store").textContent = `${mib(found.payload_bytes)}${mark} of rows · Redis ${mib(found.redis_bytes)}${full}`;
   const rows = found.tables.map((one) => {
     const lag = Math.max(0, one.newest_step - one.committed_step);
     const cells = [one.pending, one.ready, one.claimed, one.trained, one.dropped].map((n) => n.toLocaleString("en"));

@@ -25,7 +25,7 @@ local function look(sample, text)
     found = {
       state = state, reason = reason, tokens = tonumber(tokens), size = tonumber(size), reward = reward,
       family = origin == '' and query or query .. '@' .. origin, group = group,
-      -- With the payloads that it refers to, which its claim may have to bring.
+      -- With the raw rows that it refers to, which its claim may have to bring.
       whole_size = tonumber(size) + (stem == '' and 0 or tonumber(stem:match(' (%d+)$'))),
     }
     looks[sample] = found

@@ -1,5 +1,5 @@
 -- Ends a policy's step: every sample that was not dropped must be held by the claims named here;
--- they become TRAINED (or DROPPED when the step was skipped) and payloads are freed, but for those
+-- they become TRAINED (or DROPPED when the step was skipped) and raw rows are freed, but for those
 -- of samples that may be used again, which move to the policy's next step. The result of the step is
 -- added to the policy's versions. If no sample is used
 -- again no record is written: a sample CLAIMED in a committed step counts as TRAINED
@@ -68,7 +68,7 @@ if keeps >= 0 and redis.call('HLEN', keeping) ~= keeps then
 end
 
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
--- Payloads to keep: rows -> field -> record of its sample, or true.
+-- Raw rows to keep: rows -> field -> record of its sample, or true.
 local kept = {}
 local samples = {}
 if to == 'T' and most_uses == 1 then
@@ -105,7 +105,7 @@ for _, sample in ipairs(samples) do
   end
 end
 leave_lost()
--- Payloads that dropped samples have left, and those of them that leaving samples refer to.
+-- Raw rows that dropped samples have left, and those of them that leaving samples refer to.
 local left_bytes = get('stem_bytes')
 count('stem_bytes', -left_bytes)
 weigh(-left_bytes)

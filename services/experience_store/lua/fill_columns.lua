@@ -3,7 +3,7 @@
 -- ARGV: step, samples that get a reward and nothing else (lines: its id, TAB, reward), then for
 -- each other sample: its id, reward (or ''), reason to drop it (or ''), number of columns, and
 -- these: column, bytes, column, bytes... `bytes` is a serialized Sample with this column only:
--- appended to the payload, it is merged by the protobuf decoder.
+-- appended to the raw row, it is merged by the protobuf decoder.
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end

@@ -18,7 +18,7 @@ local KEEPING = key('keeping')
 local COMMITS, KEPT = BASE .. ':commits', BASE .. ':kept'
 -- Field of staged rows that holds their query and, one a line, their records.
 local RECORDS = 'records'
--- Field of rows that counts the users of their payloads (samples.lua).
+-- Field of rows that counts the users of their raw rows (samples.lua).
 local NEEDED = 'needed'
 
 -- The key of staged rows; `name` is `trajectory:attempt`, as in STAGES.
@@ -142,7 +142,7 @@ local function tally(query, field, by)
   tallied[name] = (tallied[name] or 0) + by
 end
 
--- Payload bytes that the table holds over all its steps, without staged rows.
+-- Bytes of rows that the table holds over all its steps, without staged rows.
 local weight = 0
 local function weigh(bytes)
   weight = weight + tonumber(bytes)
@@ -247,7 +247,7 @@ local function group_of(record)
   return members(family(record), record[F.group])
 end
 
--- The key that holds the payload of a sample, and those of its trajectory.
+-- The key that holds the raw row of a sample, and those of its trajectory.
 local function rows_of(record)
   local origin = record[F.origin]
   return key('rows') .. ':' .. record[F.trajectory] .. (origin == '' and '' or '@' .. origin)

@@ -19,7 +19,7 @@ local function neighbour(by)
 end
 
 -- Prefix of the fields of LEAVING that name a group with its lost members; no sample id begins with
--- it. Alone it is the field of the bytes of dropped samples' payloads.
+-- it. Alone it is the field of the bytes of dropped samples' raw rows.
 local GROUP = '\t'
 
 -- Groups of which samples leave: their name in the next step -> {family, group, name} here.
@@ -37,7 +37,7 @@ local function leave(sample, record)
   weigh(copy[F.size])
 end
 
--- Notes that the payload of a dropped sample enters the next step with samples that refer to it.
+-- Notes that the raw row of a dropped sample enters the next step with samples that refer to it.
 local function leave_stem(bytes)
   redis.call('HINCRBY', LEAVING, GROUP, bytes)
   weigh(bytes)

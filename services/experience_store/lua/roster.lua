@@ -15,7 +15,7 @@ local function tally_row(record, by)
   end
 end
 
--- Counts the payload of a dropped row that others still refer to, in the same way.
+-- Counts the raw row of a dropped row that others still refer to, in the same way.
 local function tally_left(record, by)
   if record[F.state] == 'D' then
     count('stem_bytes', by * redis.call('HSTRLEN', rows_of(record), record[F.turn]))

@@ -79,7 +79,7 @@ local function count_dropped(reason, by)
   end
 end
 
--- The turns whose payloads hold the beginning of a sample's prompt, from the first on.
+-- The turns whose raw rows hold the beginning of a sample's prompt, from the first on.
 local function ancestors(record)
   local found = {}
   local turns = record[F.stem]:match('^[^ ]*')
@@ -92,7 +92,7 @@ local function ancestors(record)
   return found
 end
 
--- Changes the numbers of NEEDED, `,turn=number` for each payload that more than one needs, to what
+-- Changes the numbers of NEEDED, `,turn=number` for each raw row that more than one needs, to what
 -- `change(turn, number)` returns: nil for the same.
 local function change_needed(rows, pattern, change)
   local text = redis.call('HGET', rows, NEEDED)
@@ -104,8 +104,8 @@ local function change_needed(rows, pattern, change)
   end
 end
 
--- A payload is needed by its own sample and by each payload that refers to it directly. Takes one
--- off; the payload is freed, and true returned, when that was the last.
+-- A raw row is needed by its own sample and by each raw row that refers to it directly. Takes one
+-- off; the raw row is freed, and true returned, when that was the last.
 local function need_less(rows, turn)
   local others = false
   change_needed(rows, ',(' .. turn .. ')=(%d+)', function(_, number)
@@ -118,8 +118,8 @@ local function need_less(rows, turn)
   return not others
 end
 
--- Frees everything needed only by this sample: its late columns, its payload unless others refer to
--- it ('stem_bytes' counts payloads that stay), and payloads of dropped samples that only it
+-- Frees everything needed only by this sample: its late columns, its raw row unless others refer to
+-- it ('stem_bytes' counts raw rows that stay), and raw rows of dropped samples that only it
 -- referred to.
 local function free(record)
   local rows, turn = rows_of(record), record[F.turn]

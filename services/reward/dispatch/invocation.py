@@ -144,7 +144,7 @@ class InvocationChunk:
         return found
 
     def leave(self, invocation: PendingInvocation) -> None:
-        """Take back an invocation that has not begun; should it run all the same, its outcome is
+        """Take back an invocation that has not begun; should it run nevertheless, its outcome is
         ignored."""
         self._remove(self._invocations.index(invocation))
         invocation.call.dropped = True

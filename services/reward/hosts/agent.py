@@ -71,7 +71,7 @@ class HostAgent:
         ]
 
     async def leave(self) -> None:
-        """Take no more calls; those that run go on."""
+        """Take no more calls; running calls continue."""
         self._draining = True
         self._beat()
 
@@ -98,7 +98,7 @@ class HostAgent:
                 error = Unavailable("the reward service ended the stream")
             except TroupeError as raised:
                 error = raised
-            except Exception as raised:  # a command that cannot be handled: attach anew
+            except Exception as raised:  # a command that cannot be handled: attach again
                 log.exception("attached no more", service=self._settings.reward_address)
                 error = Unavailable(f"{type(raised).__name__}: {raised}")
             if self.attached.is_set():

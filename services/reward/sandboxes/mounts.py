@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Final
 
-# Mounted anew for each sandbox (`SandboxProfile`); nothing of the host's may cover it.
+# Mounted for each sandbox (`SandboxProfile`); no mount of the host may cover it.
 PRIVATE: Final = ("/proc", "/dev", "/dev/shm", "/tmp")
 # Variables that name files and folders of the services.
 _KEPT: Final = (

@@ -102,7 +102,7 @@ class Sandbox(ABC):
         """Stop all its processes until `thaw`."""
 
     async def thaw(self) -> None:  # noqa: B027 - optional
-        """Let its processes go on."""
+        """Let its processes continue."""
 
 
 class DetachedSandbox(Sandbox):

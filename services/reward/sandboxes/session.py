@@ -152,7 +152,7 @@ class SandboxSession:
     async def _try(self, what: Callable[..., Awaitable[None]], *values: Any) -> None:
         try:
             await what(*values)
-        except (OSError, TimeoutError) as error:  # the call goes on; its cores are counted anyway
+        except (OSError, TimeoutError) as error:  # the call continues; its cores are counted anyway
             log.warning("a sandbox", what=what.__name__, error=str(error))
 
     async def _start(self) -> Sandbox:

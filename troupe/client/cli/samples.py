@@ -51,7 +51,7 @@ def counts(
         return
     console = Console()
     names = ("pending", "ready", "claimed", "trained", "dropped")
-    grid = make_table(("policy",), ("version", *names, "payloads"))
+    grid = make_table(("policy",), ("version", *names, "size"))
     for one in tables.tables:
         grid.add_row(
             escape(one.policy),
@@ -75,7 +75,7 @@ def counts(
     bound = f" of {size(tables.high_water_bytes)}" if tables.high_water_bytes else ""
     full = "; above the mark, rollout is pushed back" if tables.over_high_water else ""
     console.print(
-        f"store: {size(tables.payload_bytes)}{bound} of payloads, Redis {size(tables.redis_bytes)}"
+        f"store: {size(tables.payload_bytes)}{bound} of rows, Redis {size(tables.redis_bytes)}"
         f"{full}",
         highlight=False,
     )
