@@ -88,7 +88,7 @@ def test_on_policy_every_loss_is_reinforce(loss: Loss, correction: Correction) -
     torch.manual_seed(0)
     lp = (-torch.rand(9, dtype=torch.float64)).requires_grad_()
     lengths = [2, 3, 4]
-    # One advantage per sequence, as trainers have it.
+    # One advantage per sequence, as in trainers.
     advantages = torch.repeat_interleave(torch.randn(3).double(), torch.tensor(lengths))
     sequences = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     weights = token_weights(lengths, "sequence")

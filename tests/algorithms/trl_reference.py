@@ -40,7 +40,7 @@ def compute(batch: dict[str, torch.Tensor], case: dict[str, Any]) -> tuple[Any, 
     if correction == "none":
         inputs["old_per_token_logps"] = batch["old"]
     else:
-        # As `_generate_and_score_completions` makes it of the engine's log-probs.
+        # As computed by `_generate_and_score_completions` from the engine's log-probs.
         start = batch["start"] if case.get("old") else logps.detach()
         if case.get("old"):
             inputs["old_per_token_logps"] = start

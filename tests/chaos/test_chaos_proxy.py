@@ -23,7 +23,7 @@ HANGING = ClientSettings(retry=NO_RETRY, deadline_seconds=0.7)
 
 
 class Echo(orchestrator_grpc.OrchestratorServicer):
-    """Answers with the id that it was asked for, and takes any load."""
+    """Answers with the requested id, and accepts any load."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,4 +1,4 @@
-"""Launches the echo service as a process of its own."""
+"""Launches the echo service as a separate process."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 
 class Listener(orchestrator_grpc.OrchestratorServicer):
-    """Keeps every heartbeat that it hears."""
+    """An orchestrator that keeps every heartbeat."""
 
     name = "troupe.v1.Orchestrator"
 

@@ -32,7 +32,7 @@ BY_GRPC = Choice("get", "grpc", "ucx_not_here")
 
 
 class Directory(orchestrator_grpc.OrchestratorServicer):
-    """Names the owners that it was told of."""
+    """An orchestrator that returns the given owners."""
 
     name = "troupe.v1.Orchestrator"
 

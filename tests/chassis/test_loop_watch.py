@@ -13,7 +13,7 @@ from tests.support.waiting import until
 
 
 def late(telemetry: Telemetry, clock: str, seconds: float) -> float:
-    """How many looks came at most so many seconds late."""
+    """Return how many checks were late by at most this number of seconds."""
     labels = {"clock": clock, "le": str(seconds)}
     return (
         telemetry.registry.get_sample_value("troupe_event_loop_late_seconds_bucket", labels) or 0.0

@@ -20,7 +20,7 @@ from troupe.rpc import DataLoss, FailedPrecondition
 
 
 def write_adapter(folder: Path, model: Any, base: Path, dtype: torch.dtype) -> AdapterContent:
-    """An adapter on all linear layers of `model`, as an export has it."""
+    """An adapter on all linear layers of `model`, in the form of an export."""
     torch.manual_seed(1)
     shapes, _ = linear_layers(model, "all-linear")
     tensors: dict[str, torch.Tensor] = {}
@@ -114,6 +114,6 @@ def test_a_merge_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
         write_adapter(tmp_path / name, model, tmp_path / "base", torch.bfloat16)
     largest, size = (f(p.nbytes for p in model.parameters()) for f in (max, sum))
     del model
-    merge_in_place(tmp_path / "first")  # imports what takes memory of its own
+    merge_in_place(tmp_path / "first")  # imports modules that take memory themselves
     grown = growth(lambda: merge_in_place(tmp_path / "out"))
     assert grown <= 1.2 * largest + (8 << 20) < size / 2

@@ -63,7 +63,7 @@ async def client(fake: FakeOrchestrator) -> AsyncIterator[AsyncClient]:
 
 @dataclass
 class Stage:
-    """A double on a thread of its own, for blocking clients and the CLI."""
+    """A double on a separate thread, for blocking clients and the CLI."""
 
     fake: FakeOrchestrator
     address: str

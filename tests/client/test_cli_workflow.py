@@ -34,7 +34,7 @@ pipeline: {steps: 3, queries_per_step: 4}
 
 @pytest.fixture(autouse=True)
 def _these_plays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other directories of tests have a `plays.py`, too, and pytest puts them on the path."""
+    """Other directories of tests also have a `plays.py`, and pytest puts them on the path."""
     monkeypatch.syspath_prepend(str(Path(PLAYS).parent.resolve()))
     monkeypatch.delitem(sys.modules, "plays", raising=False)
 

@@ -252,7 +252,7 @@ def test_services_understand_their_variables(
             host, _, port = address.partition(":")
             (ports,) = objects["Service", host]["spec"]["ports"]
             assert str(ports["port"]) == port
-        # A service drains for so long twice, ends its ranks, and is killed after this.
+        # A service drains twice, ends its ranks, and is killed after this time.
         grace = pod.spec["terminationGracePeriodSeconds"]
         assert grace >= 2 * settings.drain_seconds + 16 + 5
         if isinstance(settings, FollowerSettings):

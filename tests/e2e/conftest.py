@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def house(tmp_path: Path) -> AsyncIterator[House]:
-    """A cluster of its own for one test."""
+    """A separate cluster for one test."""
     settings = ClusterSettings(data_dir=tmp_path, panel=False)
     async with (
         EmbeddedCluster(settings) as cluster,

@@ -57,7 +57,7 @@ class Host:
 
 @dataclass
 class Hosts:
-    """A cluster whose orchestrator, store and reward service are on a host of their own."""
+    """A cluster whose orchestrator, store and reward service are on a separate host."""
 
     directory: Path
     redis_url: str

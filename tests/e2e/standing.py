@@ -43,7 +43,7 @@ class Ended:
 
 @dataclass
 class Standing:
-    """A cluster in a process of its own, two models, and a directory for users' code."""
+    """A cluster in a separate process, two models, and a directory for users' code."""
 
     data_dir: Path
     models: Path

@@ -31,7 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
 
 @contextmanager
 def small_disk(mount: Path, num_bytes: int) -> Iterator[None]:
-    """A file system of so many bytes at `mount`."""
+    """Mount a file system of this size at `mount`."""
     mount.mkdir(parents=True)
     options = ["-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(mount)]
     allowed = os.geteuid() == 0

@@ -29,7 +29,7 @@ async def trained(
     """Return the solver's weights after the last step, and its critic's."""
     over: dict[str, Any] = {"pipeline.mode": "sync", "pipeline.steps": STEPS, **changes}
     over["policies.solver.trainer"] = {"gang": gang}
-    # A step far above what Adam makes of rounding.
+    # A step far above Adam's amplification of rounding.
     over["policies.solver.optimizer"] = {"lr": 1e-3, "eps": 1e-3}
     over["policies.checker.trainable"] = False
     handle = await house.client.submit(job(models, **over))

@@ -31,7 +31,7 @@ def gradient(tokens):
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[list[Host]]:
-    """Three hosts, each with a network of its own where that can be had."""
+    """Three hosts, each with a separate network if possible."""
     hosts = [Host(f"n{i}", tmp_path / f"n{i}") for i in range(3)]
     apart = may_separate()
     try:
@@ -141,7 +141,7 @@ async def stepped(handle: AsyncJobHandle, steps: int) -> None:
 
 
 async def there(client: AsyncClient, workers: int, directory: Path) -> None:
-    """Wait until so many workers are up."""
+    """Wait until this number of workers is up."""
     async with asyncio.timeout(_PATIENCE):
         while True:
             try:

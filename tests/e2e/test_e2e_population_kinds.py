@@ -79,7 +79,7 @@ async def test_two_best_responses_of_a_pipeline(cluster: Standing, client: Async
     end = await ended(await client.submit(text))
     found = await check_population(end, cluster.data_dir)
     settled = [one for one in found.pools[0].members if one.state == "settled"]
-    # The lowest is settled after every iteration, and begins again on top.
+    # The lowest is settled after every iteration, and restarts on top.
     assert [(one.learner, one.iteration) for one in settled if one.iteration] == [
         ("player", 1),
         ("second", 2),
@@ -185,7 +185,7 @@ async def test_workers_that_die_and_a_pause_cost_no_match(
 
 
 async def played(handle: AsyncJobHandle, least: int) -> None:
-    """Wait until so many matches are counted or known to have ended."""
+    """Wait until this number of matches is counted or known to have ended."""
     async with asyncio.timeout(PATIENCE):
         while True:
             with suppress(TroupeError):  # the orchestrator comes back

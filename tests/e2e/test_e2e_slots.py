@@ -22,7 +22,7 @@ POLICIES = ("checker", "solver")
 
 @asynccontextmanager
 async def one_trainer(directory: Path, slots: int) -> AsyncIterator[House]:
-    """A cluster whose only trainer has so many slots."""
+    """A cluster whose only trainer has this number of slots."""
     environment = {"TROUPE_TRAINER_SLOTS": str(slots)}
     settings = ClusterSettings(data_dir=directory, panel=False, environment=environment)
     async with (

@@ -147,7 +147,7 @@ async def open_stage(
 ) -> AsyncIterator[Stage]:
     """A prepared job on a house of its own; `options` are for `open_house`.
 
-    `context`: tokens, of which each is a character.
+    `context`: tokens, each of which is a character.
     """
     script = Script(lambda prompt: says("ok"))
     changes = {

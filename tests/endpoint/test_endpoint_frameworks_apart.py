@@ -1,4 +1,4 @@
-"""Agent frameworks as they are, in environments of their own, against a running trajectory.
+"""Unmodified agent frameworks, in separate environments, against a running trajectory.
 
 Slow: each framework is installed from PyPI.
 """

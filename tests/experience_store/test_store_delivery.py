@@ -90,7 +90,7 @@ def test_recent_rows_are_bounded_and_leave_once() -> None:
     assert rows.bytes == 5
     rows.forget("j")
     assert rows.bytes == 3
-    # Rows that lie in one message hold all of it until the last of them is gone.
+    # Rows in one message keep all of it until the last of them is gone.
     message = memoryview(b"12" + b"....")
     rows.add("j", "p", "1", [("a", message[:1]), ("b", message[1:2])])
     assert rows.bytes == 3 + 6

@@ -222,7 +222,7 @@ class Life(RuleBasedStateMachine):
             assert self.do(self.stage.renew(claimant)) == held
 
     def drop_gone(self, data: st.DataObject) -> None:
-        """Values of some samples are gone; somebody may say so of what another holds."""
+        """Values of some samples are gone; any claimant may report this for another's samples."""
         claimant = data.draw(CLAIMANTS)
         name = data.draw(st.sampled_from(self.model.known_claims))
         holder, held = self.model.live.get(name, ("", []))

@@ -99,7 +99,7 @@ async def test_a_claim_brings_what_its_samples_begin_with(stage: Stage) -> None:
     second = await stage.claim("b", claim="c2", samples=2)
     assert [one.turn for one in second.stems] == [0, 1]
     assert_same_tokens(restored(second), made.whole)
-    # The first one is not, where it says that it still has it.
+    # The first one does not get it if it reports that it still has it.
     await stage.release("b")
     third = await stage.claim("a", claim="c3", samples=3, known=["c1"])
     assert list(third.stems) == []

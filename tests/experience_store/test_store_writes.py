@@ -61,7 +61,7 @@ def taken(request: store_pb.WriteRequest) -> store_pb.WriteResponse:
 
 
 class Line:
-    """Stands for a channel to the store; calls end when the test says so."""
+    """A stand-in for a channel to the store; the test ends its calls."""
 
     def __init__(self, answer: Answer = taken) -> None:
         self.answer = answer

@@ -35,7 +35,7 @@ CONFORMANCE = [
     checks.content_type_conformance,
     checks.response_headers_conformance,
 ]
-# The orchestrator may have no engines for a job just now, or not answer in time; it says so.
+# The orchestrator may report that it has no engines for a job now, or is late.
 TYPED = (501, 503, 504)
 EXAMPLES = 20
 SECONDS = 20

@@ -275,7 +275,8 @@ def test_targets_are_of_the_same_agents_next_decision(paradigm: str, kind: str) 
 def train(
     spec: NetworkSpec, environment: VectorEnvironment, updates: int, enough: Callable[[float], bool]
 ) -> float:
-    """The mean return without exploration, when it is enough or after so many updates."""
+    """Return the mean return without exploration, once it is enough or after this number of
+    updates."""
     learner: NetworkTrainer = make_learner(spec, environment.spaces, environment.agents, seed=1)
     actor = Actor(environment, {"p": Seat(spec, environment.agents)})
     found = float("nan")

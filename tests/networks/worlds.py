@@ -134,8 +134,8 @@ def cast(copies: int = 2, steps: int = 6, in_observation: bool = False, **parts:
 
 
 class Twisted(Cast):
-    """Agents `a` and `b` that stay, in an environment that returns what `reset` and `step` make of
-    its own results."""
+    """Agents `a` and `b` that stay, in an environment whose results `reset` and `step`
+    transform."""
 
     def __init__(self, reset: Callable[[Any], Any], step: Callable[[Any], Any]) -> None:
         super().__init__({"a": Part(), "b": Part()})

@@ -19,7 +19,7 @@ from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 class Process:
-    """The orchestrator of a cluster as a process of its own, which can die."""
+    """The orchestrator of a cluster as a separate process, which can die."""
 
     def __init__(self, cluster: Cluster, modules: Path) -> None:
         settings = cluster.settings

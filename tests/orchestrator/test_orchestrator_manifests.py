@@ -1,4 +1,4 @@
-"""Checkpoints that belong together say so."""
+"""The manifests of checkpoints that belong together."""
 
 from __future__ import annotations
 

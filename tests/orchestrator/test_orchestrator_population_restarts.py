@@ -37,7 +37,7 @@ async def test_best_responses_that_begin_again(cluster: Cluster) -> None:
     job = await cluster.wait(job_id)
     assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     (pool,) = (await population(cluster, job_id)).pools
-    # All of them come from the first weights; nothing begins again after the last step.
+    # All of them come from the first weights; nothing restarts after the last step.
     assert [(m.member_id, m.parent) for m in pool.members] == [
         ("player@0", ""),
         ("player@1", "player@0"),

@@ -134,7 +134,7 @@ async def test_two_workers_of_one_address_do_not_take_turns(registry: WorkerRegi
             registry.beat(beat("old"))
         registry.beat(beat("new"))
     assert only(registry) is new
-    # At an address of its own it is welcome.
+    # With its own address it is accepted.
     registry.beat(beat("old", port=10))
     assert [worker.worker_id for worker in registry.all()] == ["new", "old"]
 

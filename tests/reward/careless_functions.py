@@ -212,7 +212,7 @@ def leaves(ends: str = "returns", session: bool = True, deep: bool = False, path
 
 
 def keeps() -> int:
-    """A process of its own, started by its first call; the id."""
+    """A separate process, started by its first call; the id."""
     if not _handles:
         _handles.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
     assert _handles[0].poll() is None

@@ -80,7 +80,7 @@ def _fork() -> None:
 
 
 def _fork_that_returns() -> None:
-    """The child comes back from the function as its parent does."""
+    """The child returns from the function like its parent."""
     me = os.getpid()
     if (pid := os.fork()) == 0:
         forge(me)
@@ -152,7 +152,7 @@ def _pty() -> None:
 
 
 def _daemon() -> None:
-    """Forked twice, in a session of its own; goes on forging until it is ended."""
+    """Forked twice, in a separate session; goes on forging until it is ended."""
     me = os.getpid()
     ready, told = os.pipe()
     if (pid := os.fork()) == 0:

@@ -116,7 +116,7 @@ def never_ends() -> None:
 
 
 def stubborn() -> None:
-    """Leaves a child that ignores SIGTERM, in a session of its own, and never ends."""
+    """Leaves a child that ignores SIGTERM, in a separate session, and never ends."""
     _call_myself("stubborn")
     child = os.fork()
     if child == 0:
@@ -138,7 +138,7 @@ def forges(text: str) -> None:
 
 
 def counts_in_background(path: str) -> None:
-    """Leaves a process in a session of its own that counts for ever in a file."""
+    """Leaves a process in a separate session that counts for ever in a file."""
     ready, told = os.pipe()
     if os.fork() == 0:
         os.setsid()

@@ -109,7 +109,7 @@ def its_cores() -> int:
 
 
 def wide(size: int, i: int) -> Any:
-    """A result of about so many bytes."""
+    """Return a result of about this number of bytes."""
     return {"text": "x" * size, "i": i}
 
 

@@ -19,7 +19,7 @@ from tests.support.waiting import PATIENCE
 
 libseccomp = pytest.mark.skipif(seccomp.filter_path() is None, reason="libseccomp is not installed")
 
-# Number on x86-64 and on aarch64, and what makes it do something but for the filter.
+# Number on x86-64 and on aarch64, and arguments with which it would succeed without the filter.
 CALLS = {
     "ptrace": (101, 117, (0, 0, 0, 0)),
     "keyctl": (250, 219, (0, -3, 0)),

@@ -1,4 +1,4 @@
-"""A call that is cancelled before its place has it."""
+"""A call that is cancelled before its executor has it."""
 
 from __future__ import annotations
 

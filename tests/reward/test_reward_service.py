@@ -68,7 +68,7 @@ class Client:
         return await self.stub.Invoke(request)
 
     async def until_running(self, name: str, running: int, queued: int = 0) -> None:
-        """Wait until so many invocations of a function run, and so many wait."""
+        """Wait until these numbers of a function's invocations run and wait."""
         async with asyncio.timeout(PATIENCE):
             while True:
                 status = await self.stub.ListFunctions(reward_pb.ListFunctionsRequest())

@@ -28,7 +28,7 @@ class FragileEngine(EmbeddedEngine):
         self.updates: list[int] = []
         self.hanging = False
         self.absent: asyncio.Event | None = None
-        # Its thread stands still once it has drawn so many tokens, until it is let go.
+        # Its thread blocks once it has drawn this number of tokens, until it is released.
         self.halt_at: int | None = None
         self.halted = threading.Event()
         self.let_go = threading.Event()

@@ -84,7 +84,7 @@ async def tree(query: Any, agents: Any, tools: Any) -> dict[str, float]:
 
 
 async def parallel(query: Any, agents: Any, tools: Any) -> dict[str, float]:
-    """Six turns that do not depend on each other, asked for in three ways."""
+    """Six independent turns, requested in three ways."""
 
     async def line() -> None:
         await agents["checker"].chat(query["question"])

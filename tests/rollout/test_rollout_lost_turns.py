@@ -81,7 +81,7 @@ async def test_a_lost_turn_that_cannot_grow_is_cut() -> None:
     router, [engine] = make(count=1)
     full, long = ask(router, "full"), ask(router, "long")
     await settle()
-    engine.answer("full", "abort", tokens=10)  # as many as were asked for
+    engine.answer("full", "abort", tokens=10)  # as many as requested
     engine.answer("long", "abort", tokens=5)
     generation = await full
     assert (len(generation.token_ids), generation.finish_reason) == (10, "length")

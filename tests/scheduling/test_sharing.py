@@ -23,8 +23,8 @@ WORKERS = st.sets(st.sampled_from("abcdef"), min_size=1)
 
 
 def settled(speeds: dict[str, float], window: int, rounds: int = 40) -> dict[str, int]:
-    """Trajectories in flight per worker after so many rounds, where each worker advances `speeds`
-    trajectories a second in all, but none faster than in one second."""
+    """Return trajectories in flight per worker after this number of rounds, if each worker advances
+    `speeds` trajectories per second in total, but none faster than in one second."""
     shares, rng = CapacityShares(), random.Random(3)
     for turn in range(rounds):
         chosen = Counter(

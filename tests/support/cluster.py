@@ -83,7 +83,7 @@ class Cluster:
         await self.start_orchestrator()
 
     async def start_store(self, **own: Any) -> None:
-        """Start the experience store with settings of its own, or start it again."""
+        """Start the experience store with its own settings, or restart it."""
         port = int(self._common["experience_store_address"].rpartition(":")[2])
         settings = StoreSettings(**self._common, port=port, **own)
         self._store = await _serve(RunningServer(make_store, settings))

@@ -28,7 +28,7 @@ class FakeHub:
         self.messages: list[str] = []
         # Owners that the token may not write to.
         self.foreign = {"somebody"}
-        # After so many large files the next is refused; None: all are taken.
+        # Number of large files after which the next is refused; None: all are accepted.
         self.refuse_after: int | None = None
         # While set, requests wait.
         self.silent = threading.Event()

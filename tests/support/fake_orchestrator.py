@@ -50,7 +50,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         self.reply_tokens = 0
         # Unary calls to refuse with UNAVAILABLE before answering one.
         self.away = 0
-        # Break a watch after so many events, once.
+        # Number of events after which a watch breaks, once.
         self.break_after: int | None = None
         self.generated: orchestrator_pb.GeneratePolicyResponse | None = None
         self._grown = asyncio.Condition()

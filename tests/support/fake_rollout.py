@@ -55,7 +55,7 @@ class RolloutScript:
     fail: Callable[[rollout_pb.Ticket], str | common_pb.Problem | None] = lambda ticket: None
     # By trajectory: the number of aborts without its fault.
     abort: dict[str, int] = field(default_factory=dict)
-    # Streams end so long after their last trajectory.
+    # Seconds from the last trajectory to the end of a stream.
     linger_seconds: float = 0.0
     prepare_error: TroupeError | None = None
     update_errors: list[TroupeError] = field(default_factory=list)
@@ -69,7 +69,7 @@ class RolloutScript:
     waiting: dict[str, int] = field(default_factory=dict)
     move_seconds: float = 0.0
     move_errors: list[TroupeError] = field(default_factory=list)
-    # Break the stream, once, after so many endings; with `die` the worker goes down with it.
+    # Number of endings after which the stream breaks, once; with `die` the worker dies with it.
     break_after: int | None = None
     die: bool = False
     # Go down when asked to prepare a job.

@@ -92,7 +92,7 @@ def leaf_errors() -> list[BaseException]:
 
 
 def nested_group(error: BaseException, depth: int) -> BaseException:
-    """`error` inside of so many groups."""
+    """Return `error` inside of this number of groups."""
     for _ in range(depth):
         error = BaseExceptionGroup("group", [error])
     return error

@@ -9,7 +9,7 @@ from services.reward.function import RegisteredFunction
 
 
 class BarePlace(CallExecutor):
-    """A place as hosts know it; what its calls do is said by who derives from it."""
+    """An executor for hosts, whose subclasses define its calls."""
 
     warm = False
 

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own that dies at a point of `dying`."""
+"""A trainer in a separate process that dies at a point of `dying`."""
 
 from __future__ import annotations
 

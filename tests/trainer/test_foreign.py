@@ -60,7 +60,7 @@ class Host:
 
 
 class Trainer(RemoteStates):
-    """A trainer on a host of its own, reached without a network."""
+    """A trainer on a separate host, reached without a network."""
 
     def __init__(self, name: str, hosts: Hosts, root: Path) -> None:
         settings: Any = SimpleNamespace(

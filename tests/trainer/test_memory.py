@@ -73,7 +73,7 @@ def compare(name: str, measured: dict[str, int], model: RankMemory) -> None:
 
 
 def peak_alone(values: dict[str, Any], directory: Path) -> dict[str, int]:
-    """The peak of a learner on one device, in a process of its own."""
+    """The peak of a learner on one device, in a separate process."""
     path = directory / "case.json"
     path.write_text(json.dumps(values))
     command = [sys.executable, "-m", "tests.trainer.peak", str(path)]

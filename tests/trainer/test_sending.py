@@ -1,6 +1,6 @@
 """Weights from a real trainer's devices into SGLang servers, through shared memory and gloo.
 
-The double of the server is a process of its own where bytes must travel between processes.
+The double of the server is a separate process where bytes must travel between processes.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ async def audited(stage: TrainingStage) -> store_pb.PolicyAudit:
 
 
 async def undisturbed(stage: TrainingStage, spec: JobSpec) -> store_pb.StepCommit:
-    """The same step in a job of its own."""
+    """The same step in a separate job."""
     quiet, trainer = await stage.sibling()
     running = await half_a_step(quiet, trainer, spec)
     await rest(quiet, spec)

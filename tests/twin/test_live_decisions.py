@@ -70,7 +70,7 @@ def paced_job(directory: Path) -> JobSpec:
 
 
 async def logs_of_a_paced_job(directory: Path, patch: pytest.MonkeyPatch) -> list[Path]:
-    """Run the job on services of their own processes; the logs of its decisions."""
+    """Run the job on services in separate processes; return the logs of its decisions."""
     logs = directory / "decisions"
     logs.mkdir()
     site = decision_log.sitecustomize_for(logs)

@@ -123,7 +123,7 @@ async def test_the_router_and_its_twin_choose_the_same_engines(policy: Any, seed
         running = [(n, name) for n, one in enumerate(held) for name in one.held]
         if asked < 40 and (not running or rng.random() < 0.6):
             talk, left = rng.randrange(6), rng.randrange(1, 5)
-            # A conversation asks for one turn at a time.
+            # A conversation requests one turn at a time.
             if any(name.startswith(f"c{talk}/") for _, name in running) or talk in _waiting(tasks):
                 continue
             name = f"c{talk}/{asked}"

@@ -67,7 +67,7 @@ async def test_a_single_requested_reply_has_itself_as_sibling() -> None:
 
 
 async def test_branches_are_drawn_concurrently() -> None:
-    """None is answered before all have been asked for."""
+    """None is answered before all have been requested."""
     together = asyncio.Barrier(8)
 
     async def policy(prompt: Prompt) -> str:

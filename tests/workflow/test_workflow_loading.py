@@ -154,7 +154,7 @@ def test_an_edited_module_is_read_anew_with_those_that_import_it(
     (tmp_path / "edited_workflow.py").write_text(
         "from edited_helper import ANSWER\nasync def play(query, agents, tools): return ANSWER\n"
     )
-    # In a process of its own: this one's modules are the other tests'.
+    # In a separate process: this one's modules are the other tests'.
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,

@@ -83,7 +83,7 @@ def test_the_table_shows_ratios_with_published_and_target_values() -> None:
     }
     assert told["targets"]["async_over_micro_batch"]["setup"] == "ca"
     assert report.ratio_table(MA, rows).row_count == 4
-    # Without the set-up that a target is judged on, nothing is said about it.
+    # Without the set-up of a target, the target has no verdict.
     assert set(report.as_json([(CA, rows)], [])["targets"]) == {"async_over_micro_batch"}
 
 

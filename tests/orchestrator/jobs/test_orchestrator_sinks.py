@@ -305,8 +305,8 @@ asyncio.run(main())
 
 
 def run_with(tmp_path: Path, package: str, script: str, *given: str, **env: str) -> None:
-    """Runs a script whose first argument is a directory that has the package, if this environment
-    has it not."""
+    """Run a script whose first argument is a directory with the package, if this environment lacks
+    it."""
     site = tmp_path / "site"
     if importlib.util.find_spec(package.partition("-")[0]) is None:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site)]

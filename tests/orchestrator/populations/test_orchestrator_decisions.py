@@ -131,7 +131,7 @@ def test_a_pipeline_settles_its_lowest_level_and_trains_against_those_below() ->
     # The lower one knows the settled members only; the upper one that candidate, too.
     assert found["first"]["all"] == pytest.approx({"second@0": 1.0})
     assert found["second"]["all"] == pytest.approx({"first@2": 1.0})
-    # Once it is settled it begins again on top.
+    # Once it is settled it restarts on top.
     state.members["first@2"].state, state.settled_at["first"] = SETTLED, 3
     assert levels(spec.pools.pools[0], state) == ["second", "first"]
 

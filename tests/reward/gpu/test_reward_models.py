@@ -57,7 +57,7 @@ async def test_the_least_recently_used_sleeps_and_its_devices_go_to_the_next(
     async with manager({name: served(log) for name, log in logs.items()}, 2) as models:
         for name in "abca":
             await used(models, name)
-        # "c" took the devices of "a", "a" came back on its own: those that it was started on.
+        # "c" took the devices of "a"; "a" came back on the devices that it was started on.
         assert logs["a"].read_text().split() == ["start", "0", "release", "0", "resume", "0"]
         assert logs["b"].read_text().split() == ["start", "1"]
         assert logs["c"].read_text().split() == ["start", "0", "release", "0"]

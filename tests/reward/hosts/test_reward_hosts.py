@@ -40,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class Service:
-    """A reward service without workers of its own, and what is asked of it."""
+    """A reward service without its own workers, and calls to it."""
 
     def __init__(self, stub: RewardAsyncStub, address: str) -> None:
         self.stub, self.address = stub, address

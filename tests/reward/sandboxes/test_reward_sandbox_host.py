@@ -212,7 +212,7 @@ print(json.dumps([found, said, modules]))
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project's folder, as people have it: modules, a package, a namespace, and secrets."""
+    """A typical project's folder: modules, a package, a namespace, and secrets."""
     tmp_path = tmp_path / "of"
     tmp_path.mkdir()
     project = tmp_path / "project"
@@ -286,7 +286,7 @@ def test_a_sandbox_sees_imports_of_the_project_and_no_files_of_the_cluster(
     monkeypatch.setattr(sys, "path", [str(project), *sys.path])
     data = placed(project)
     files = fill(data)
-    for number in range(modules):  # so many that the folder is shown as a whole
+    for number in range(modules):  # enough files that the folder is visible as a whole
         (project / f"module_{number}.py").touch()
     monkeypatch.setenv("TROUPE_DATA_DIR", str(data))
     transfer = project / "transfer"

@@ -1,1 +1,1 @@
-"""Agents of frameworks that are installed in environments of their own: JSON in, JSON out."""
+"""Agents of frameworks in separate environments: JSON in, JSON out."""

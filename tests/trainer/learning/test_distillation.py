@@ -94,7 +94,7 @@ def plain_gradient(
                 chosen = theirs.gather(1, torch.from_numpy(row.ids)[row.prompt_length :, None])[
                     :, 0
                 ]
-                # As the column has it.
+                # In the column's form.
                 gap = chosen.float().double() - behaviour
                 advantage = advantage + 0.7 * gap
                 divergence -= float(gap.detach().sum())

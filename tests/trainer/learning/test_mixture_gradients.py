@@ -61,7 +61,7 @@ def exact(tokenizer: Path, rows: list[Row]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def rounded(tokenizer: Path, rows: list[Row], exact: torch.Tensor) -> float:
-    """What autocast to bfloat16 makes of it, row by row and by the model's own operators."""
+    """Return the result of autocast to bfloat16, row by row and by the model's own operators."""
     plain = {"forward_tokens": 1, "share_prefixes": False, "trainer": {"kernels": "off"}}
     found = gradient(tokenizer, rows, "bfloat16", **plain)
     return float((found - exact).norm() / exact.norm())

@@ -53,7 +53,7 @@ def sliding() -> Any:
 
 
 def slopes(model: Any, rows: list[Row], **layout: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradient of a sum over all response tokens with weights of their own."""
+    """Return loss and gradient of a weighted sum over all response tokens."""
     forward = Forward(copy.deepcopy(model), Capabilities(packs=True, linear_head=True))
     weights = torch.sin(torch.arange(sum(one.response_length for one in rows), dtype=torch.float32))
     total = 0.0

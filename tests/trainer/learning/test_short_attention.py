@@ -18,7 +18,8 @@ WIDTH = 8
 
 
 def segments_of(rows: list[tuple[int, int]]) -> list[Segment]:
-    """Rows of (own tokens, tokens of the row before that it begins with, if that has so many)."""
+    """Return rows of (own tokens, length of the common beginning with the previous row, if it is
+    long enough)."""
     found: list[Segment] = []
     size = 0
     for fresh, common in rows:

@@ -79,7 +79,7 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step(job: dict[str, Any], library: Path, directory: Path) -> dict[str, Any]:
-    """What a step of the job needs (`fake_step.step`), in a process of its own."""
+    """What a step of the job needs (`fake_step.step`), in a separate process."""
     path = directory / "case.json"
     path.write_text(json.dumps(job))
     command = [sys.executable, "-m", "tests.trainer.memory.fake_step", str(path)]

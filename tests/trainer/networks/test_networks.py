@@ -91,7 +91,7 @@ async def train(
 
 
 async def steps(stage: TrainingStage, spec: JobSpec, count: int) -> list[str]:
-    """Checksums of the versions of an undisturbed run in a job of its own."""
+    """Checksums of the versions of an undisturbed run in a separate job."""
     quiet, trainer = await stage.sibling()
     refs = [await trainer.bind(spec)]
     for step in range(count):

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: they play as ever, and leave nothing behind."""
+"""Environments in separate processes: they play as usual, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_cancelled_request_leaves_no_answer_behind() -> None:
 
 
 def test_the_services_event_loop_kills_and_replaces_too() -> None:
-    """uvloop has process transports of its own."""
+    """uvloop has its own process transports."""
 
     async def hang_and_go_on() -> None:
         environment = naughty("hang", "step", FaultLimits(step_seconds=0.3))
