@@ -32,7 +32,7 @@ class _Actions(TensorDictModuleBase):  # type: ignore[misc]
 
     def __init__(self, acting: ActingNetwork, temperature: float) -> None:
         super().__init__()
-        # The loss passes on only what is named here; `legal` may be missing.
+        # The loss passes on only the keys named here; `legal` may be missing.
         self.in_keys = ["observations", "noise", "legal"]
         self.out_keys = ["logits", "action"]
         self.acting = acting

@@ -6,11 +6,11 @@ of bytes. simpy provides the clock and the queue of events. `testbed.twin` adds 
 only published tables need.
 
     costs      device classes and models: seconds of prefill, decoding, training, loading
-    workload   what trajectories do: their turns, lengths and waits
+    workload   trajectories: their turns, lengths and waits
     engines    engines by batch, the router in front of them, moves between policies
     trainers   the store's tables of rows, gangs on trainer workers, micro-batches and steps
     job        a job and its cluster: policies, mode, bounds, mechanisms
-    cluster    the job's steps in simulated time: the pipeline modes, and what was measured
-    profile    what a job that ran was measured to do, for planners
-    planner    which split of a cluster's devices is best for a job
+    cluster    the job's steps in simulated time: the pipeline modes and their measurements
+    profile    the measured profile of a job, for planners
+    planner    the best split of a cluster's devices for a job
 """

@@ -461,7 +461,7 @@ def _placed(case: _Case, split: ClusterSplit, devices: Sequence[Device]) -> bool
 
 
 def _bound(case: _Case, split: ClusterSplit) -> float:
-    """Return a lower bound of the seconds of a step: engines, trainers, or both in turns."""
+    """Return a lower bound of the seconds of a step: engines, trainers, or both alternately."""
     rollout = max(
         _engine_seconds(case, name, one.tensor_parallel) / (one.engines * split.engine_hosts)
         for name, one in split.policies.items()

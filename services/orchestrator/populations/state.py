@@ -53,7 +53,7 @@ class PopulationStore:
         if not found:
             return None
         fields = {name.decode(): value.decode() for name, value in found.items()}
-        # Imports numpy and scipy in a thread, or raises an error that names what is missing.
+        # Imports numpy and scipy in a thread, or raises an error that names the missing library.
         await on_demand("decisions")
         return PopulationState.from_fields(fields)
 

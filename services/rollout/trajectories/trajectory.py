@@ -403,7 +403,7 @@ class TrajectoryAttempts:
     """The attempts at one trajectory, which restarts after a fault of its environment.
 
     `limits.trajectory_retries` restarts, all within one clock. Each attempt has the trajectory's
-    seed, so that it differs only in what the environment does.
+    seed, so that it differs only in the environment's behaviour.
     """
 
     def __init__(self, retries: int, clock: TrajectoryClock, seed: int) -> None:

@@ -28,7 +28,7 @@ class GameCopies:
     One agent, the `learner`, plays the seats `seats`, alternating from copy to copy; the other
     players are opponents, each drawn from its pool for every episode: uniformly random play unless
     `against` sets others. Chance and opponents move within a step. Without `seats` all players are
-    agents, of which one acts in each step.
+    agents, one of which acts in each step.
 
     Observations and legal actions are OpenSpiel's; agents that do not act observe zeros and may
     take any action. The global state is the observation of the acting player.

@@ -1,4 +1,5 @@
-"""Gymnasium's spaces as vectors and numbered actions: what a network of one agent sees and does."""
+"""Gymnasium's spaces as vectors and numbered actions: the inputs and outputs of an agent's
+network."""
 
 from __future__ import annotations
 
