@@ -9,13 +9,13 @@ and compared.
 
 - `computed_over_unique`: tokens differentiated, over the tokens of the conversation, with `pieces`;
 - `work_over_unique`: the same including the additional forward passes of pieces: (3 differentiated
-+ 1 only run forward) / (3 unique), since a backward pass has the FLOPs of two forward passes;
+  + 1 only run forward) / (3 unique), since a backward pass has the FLOPs of two forward passes;
 - `before`: `computed_over_unique` of `trees`;
 - `largest_pass`: tokens of the largest pass over a pass's budget, by way, for 40 turns;
 - `seconds`: processor time of the small model's gradient, by way, for 10 and 40 turns;
 - `again`: processor time of ten turns of 256 tokens in pieces, the part of it that only runs
-forward, and the time of one pass over the uncut tree, for which no device has the memory at real
-sizes;
+  forward, and the time of one pass over the uncut tree, for which no device has the memory at real
+  sizes;
 - `gradient_error`: largest relative difference of `pieces` from `rows` (L2 norm over parameters).
 """
 

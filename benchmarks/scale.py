@@ -7,14 +7,14 @@ step of N concurrent conversations, 10 turns and about 4,000 tokens each, with N
 The last line is one JSON object for the most conversations and workers:
 
 - `cpu_s_per_1000_turns`: CPU seconds of each service; `total`: of all. `engines` is the cost of the
-paced engines, which is part of `rollout`; `services` is `total` without it. Goal: `services` <=
-2.5, and the orchestrator at most 5 % of `total`.
+  paced engines, which is part of `rollout`; `services` is `total` without it. Goal: `services` <=
+  2.5, and the orchestrator at most 5 % of `total`.
 - `bytes_over_unique`: bytes from rollout to the store over the unique tokens of the conversations
-(4 bytes of an id, 4 more of a log-prob). Goal 1.15.
+  (4 bytes of an id, 4 more of a log-prob). Goal 1.15.
 - `growth_2000_to_8000`: `total` with the most conversations over `total` with the fewest. Goal 1.1.
 - `stall_ms`: by service, the longest stall of an event loop, and the most that its thread computed
-in a stall, which does not depend on other load on the machine; both as the upper bound of a bucket
-(`troupe_event_loop_late_seconds`). Goal 100.
+  in a stall, which does not depend on other load on the machine; both as the upper bound of a
+  bucket (`troupe_event_loop_late_seconds`). Goal 100.
 
 Rows pass through proxies that count bytes, whose CPU time is not counted for the services.
 """

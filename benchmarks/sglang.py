@@ -11,9 +11,10 @@ takes its arguments (`-m sglang.launch_server ...`). The last line is one JSON o
 - `ratio_vs_bare`: response tokens/s through Troupe over bare, medians; `troupe_tokens_per_second`,
   `bare_tokens_per_second`.
 - `updates`, `exposed_ms_p50`, `exposed_ms_p99`: times in which the engine could not serve, as it
-reports them; `update_ms_p50`: from the announcement of published weights to serving them, verified.
+  reports them; `update_ms_p50`: from the announcement of published weights to serving them,
+  verified.
 - `failed_turns`, `wrong_versions`: failed turns during the updates, and tokens of a version that
-was not in service during their turn. Both must be 0.
+  was not in service during their turn. Both must be 0.
 """
 
 from __future__ import annotations

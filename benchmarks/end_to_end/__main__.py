@@ -16,7 +16,7 @@ The last line is one JSON object:
 
 - `over_trl`: samples/s of the on-policy job over TRL's.
 - `two_policies_over_trl_twice`: samples/s of two policies in one job over two TRL runs one after
-the other. Over two concurrent TRL runs: `two_policies_over_trl_beside`.
+  the other. Over two concurrent TRL runs: `two_policies_over_trl_beside`.
 """
 
 from __future__ import annotations

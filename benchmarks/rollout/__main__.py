@@ -6,16 +6,16 @@ One rollout service in its usual form, called over gRPC; the trajectories are ev
 no store is needed. The last line is one JSON object:
 
 - `ratio_vs_engine`: tokens/s of the **real embedded engine** through the service over the same
-engine driven directly, in a separate process, at its best number of concurrent turns; alternating,
-medians.
+  engine driven directly, in a separate process, at its best number of concurrent turns;
+  alternating, medians.
 - `turn_p50_ms`, `turn_p99_ms`: a workflow's wait for a turn beyond its model time, with 256
-concurrent trajectories on **simulated** engines, whose model time is known exactly.
+  concurrent trajectories on **simulated** engines, whose model time is known exactly.
 - `rss_mib_2000`: resident memory of the service with 2,000 concurrent trajectories, each one
-conversation of several turns, on simulated engines: the process's memory without an engine.
+  conversation of several turns, on simulated engines: the process's memory without an engine.
 - `turn_cpu_ms_short`, `turn_cpu_ms_long`: CPU of the service per turn, with a paced SGLang server
-in a separate process: short conversations, and prompts of 20,000 tokens with answers of 200. The
-same with `_busy`: without the process's idle CPU (`idle_cpu_ms_per_s`), which a fully loaded
-service divides by ten times as many turns.
+  in a separate process: short conversations, and prompts of 20,000 tokens with answers of 200. The
+  same with `_busy`: without the process's idle CPU (`idle_cpu_ms_per_s`), which a fully loaded
+  service divides by ten times as many turns.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A job is code that the cluster runs, so pages of other websites in a browser on 
 must not reach the panel. Three independent checks:
 
 - `Host` must be loopback, the address of the connection, or configured (`TROUPE_PANEL_HOSTS`):
-another site's name that resolves to this machine (DNS rebinding) is refused.
+  another site's name that resolves to this machine (DNS rebinding) is refused.
 - `Origin` and `Sec-Fetch-Site`, which browsers send and pages cannot change, must name the panel's
-own page. Other programs send neither.
+  own page. Other programs send neither.
 - Bodies have a type that no HTML form and no simple cross-origin request can send.
 
 If the cluster has a token, everything below /api requires it: as a bearer token from programs, as

@@ -19,16 +19,16 @@ line is one JSON object with the results of the parts that ran:
   core-seconds of the actions. `overhead`: the service's running time of an action over the
   function's own time.
 - `real_gain_alike`: static over elastic of the largest batch with groups of 8 trajectories, if the
-query determines `Plan.alike` of the spread of durations: `learned`, `again` (the same queries a
-second time), `told`.
+  query determines `Plan.alike` of the spread of durations: `learned`, `again` (the same queries a
+  second time), `told`.
 - `gain_by_likeness`: simulated, on two cores, mean of several draws, by this part of the spread.
 - `gain_by_cores`: simulated, such trajectories on more cores, mean of several draws.
 - `paced_act_...`, `paced_gain`: the same on the paced host, with reservations as in the published
-set-up. `paced_saved`: the part of the cores that elastic actions save, according to the simulator,
-at the speed of reservations that are no larger than each action's use; `paced_saved_act`: the ACT
-with the remaining cores over the one with fixed shares and no wait.
+  set-up. `paced_saved`: the part of the cores that elastic actions save, according to the
+  simulator, at the speed of reservations that are no larger than each action's use;
+  `paced_saved_act`: the ACT with the remaining cores over the one with fixed shares and no wait.
 - `resources_saved`: the same in simulated time, for the smallest batch; `saved_of_all`: as a part
-of all cores that the baseline reserves.
+  of all cores that the baseline reserves.
 - `twin_error`: the largest relative difference of simulated and paced elastic ACT.
 - `simulated_gain`: static over elastic ACT by batch. `queue_s`: mean wait of an elastic action.
 - `gpus_for_equal_latency`: shared GPUs as fast as 36 dedicated ones; at other loads `gpus_at_busy`.

@@ -6,16 +6,16 @@ A real reward service in a separate process; the client is this process. The las
 object:
 
 - `utilization`: seconds of running functions over seconds of existing worker processes, for 10,000
-calls in bursts, with workers that are started for a burst and ended after it. The start of a worker
-counts as provisioned time, not as running time.
+  calls in bursts, with workers that are started for a burst and ended after it. The start of a
+  worker counts as provisioned time, not as running time.
 - `dedicated_utilization`: the same for a pool that always has as many workers. Both get the same
-bursts at the same intervals, each while the other is idle.
+  bursts at the same intervals, each while the other is idle.
 - `throughput`: calls per second during a burst, autoscaled; `dedicated_throughput`: of the
-dedicated pool.
+  dedicated pool.
 - `overhead_p50_ms`: from sending a call of an empty function to its result; one warm worker, one
-call at a time. `batched_overhead_p50_ms`: the same per call in batches of 100.
+  call at a time. `batched_overhead_p50_ms`: the same per call in batches of 100.
 - `cold_start_p50_ms`, `cold_start_p99_ms`: a call's wait for a new worker process, until that has
-imported the function.
+  imported the function.
 """
 
 from __future__ import annotations
