@@ -6,7 +6,7 @@ One server of a 0.5B-class Qwen2.5 architecture with random weights made here (`
 model), launched like a job's engine. Bare HTTP requests alternate with turns through the policy's
 router, at the same concurrency and with the same prompts, lengths and log-probs. Then weights are
 updated repeatedly under continuous turns. `--python`: an interpreter with SGLang, or a script that
-takes its arguments (`-m sglang.launch_server ...`). The last line is one JSON object:
+takes its arguments (`-m sglang.launch_server ...`, `-c ...`). The last line is one JSON object:
 
 - `ratio_vs_bare`: response tokens/s through Troupe over bare, medians; `troupe_tokens_per_second`,
   `bare_tokens_per_second`.

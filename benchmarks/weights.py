@@ -336,7 +336,10 @@ def find_sglang(place: Path) -> str:
         return ""
     subprocess.run([tool, "setup", where], check=True, timeout=900)
     wrapper = place / "python"
-    wrapper.write_text(f'#!/bin/sh\nshift 2\nexec "{tool}" serve "{where}" "$@"\n')
+    wrapper.write_text(
+        f'#!/bin/sh\n[ "$1" = -m ] || exec "{where}/bin/python" "$@"\n'
+        f'shift 2\nexec "{tool}" serve "{where}" "$@"\n'
+    )
     wrapper.chmod(0o755)
     return str(wrapper)
 

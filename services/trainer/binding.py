@@ -25,6 +25,7 @@ from services.trainer.state.suspension import (
 from services.trainer.state.training_state import StateStore
 from services.trainer.versions import Versions, packed_weights
 from troupe.devices import find_devices
+from troupe.doctor.interpreters import running_environment
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.scheduling.memory import RankMemory
@@ -78,8 +79,13 @@ class PolicyBinding:
         self._transfer = transfer
         self._gangs = gangs
         self.hosts = hosts
+        packages = running_environment()
         trained_on = common_pb.DeviceWeights(
-            trainer=settings.address, host_id=host_id(), device=device.type
+            trainer=settings.address,
+            host_id=host_id(),
+            device=device.type,
+            torch=packages.packages.get("torch", ""),
+            nccl=packages.nccl or "",
         )
         if device.type == "cuda" and (own := find_devices()):
             trained_on.device_uuid = own[0].uuid  # of a gang, too: its rank 0 gathers

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.interpreters import environment
 from troupe.client.cli.app import main
 from troupe.doctor import interpreters
 from troupe.doctor.findings import Verdict
@@ -23,22 +23,6 @@ OWN = Environment(
     arches=("sm_80", "sm_90a"),
     capability=(9, 0),
 )
-
-
-def environment(place: Path, packages: dict[str, str], body: str = "") -> str:
-    """An interpreter that finds the metadata of `packages` and, if `body` is given, a module torch
-    with it."""
-    site = place / "site"
-    for name, version in packages.items():
-        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    if body:
-        (site / "torch.py").write_text(body)
-    program = place / "python"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH="{site}" exec "{sys.executable}" -S "$@"\n')
-    program.chmod(0o755)
-    return str(program)
 
 
 async def test_an_environment_is_read_from_its_metadata(

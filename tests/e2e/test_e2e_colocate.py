@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.test_e2e_devices import double, given
+from tests.e2e.test_e2e_devices import given
+from tests.support.interpreters import sglang_double
 from tests.support.tiny_team import job
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster
@@ -24,7 +25,7 @@ async def test_a_colocated_team_learns_although_processes_die(tmp_path: Path, mo
     settings = ClusterSettings(data_dir=data_dir, panel=False, devices="2xH100-80GB", colocate=True)
     server = {
         "kind": "sglang",
-        "python": double(tmp_path),
+        "python": sglang_double(tmp_path),
         "update": "disk",
         "max_context": 128,
     }

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.interpreters import sglang_double
 from tests.support.tiny_team import job
 from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient
@@ -22,19 +23,6 @@ from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.rpc import FailedPrecondition
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def double(directory: Path) -> str:
-    """An interpreter that runs the double of SGLang for `-m sglang.launch_server ARGS`."""
-    wrapper = directory / "python"
-    wrapper.write_text(
-        "#!/bin/sh\nshift 2\n"
-        f'PYTHONPATH="{ROOT}" exec {sys.executable} -m tests.support.sglang_process "$@"\n'
-    )
-    wrapper.chmod(0o755)
-    return str(wrapper)
 
 
 def given(process: psutil.Process, module: str) -> list[str]:
@@ -55,7 +43,7 @@ async def test_two_policies_of_two_replicas_and_a_gang_share_nothing(
     )
     engine = {
         "kind": "sglang",
-        "python": double(tmp_path),
+        "python": sglang_double(tmp_path),
         "replicas": 2,
         "update": "disk",
         "max_context": 128,

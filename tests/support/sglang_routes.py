@@ -164,6 +164,7 @@ def _new_routes(fake: FakeSglang) -> None:
 
     @app.post("/resume_memory_occupation")
     async def resume_memory(body: dict[str, Any]) -> None:
+        assert set(body["tags"]) <= fake.released, "a scheduler dies of tags that it has"
         fake.released -= set(body["tags"])
 
     _adapter_routes(fake)

@@ -6,13 +6,13 @@ The double of the server is a separate process where bytes must travel between p
 from __future__ import annotations
 
 import asyncio
-import stat
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +20,17 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.engines.servers.direct import DirectLoader
+from services.rollout.engines.servers.direct import DirectLoader, other_versions
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import load_config
 from services.trainer import sending
 from tests.rollout.engines.real_server import interpreter
 from tests.support import sglang_routes
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.interpreters import SGLANG, sglang_double
 from tests.support.waiting import PATIENCE
 from tests.trainer.stage import Trainer, TrainingStage
+from troupe.doctor.interpreters import Environment
 from troupe.job import JobSpec, PolicySpec
 from troupe.rpc import Aborted, FailedPrecondition, InvalidArgument, NotFound
 from troupe.transfer.flat_buckets import JoinedGroup, flat_buckets
@@ -37,6 +39,9 @@ from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
 ROOT = Path(__file__).parents[2]
+
+
+SERVER = Environment("/sglang/python", "3.11.7", SGLANG)
 
 
 @pytest.fixture
@@ -49,13 +54,7 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """What launches a server: the double, or SGLang where the environment names one."""
     if request.param == "real":
         return interpreter(tmp_path)
-    script = tmp_path / "python"
-    script.write_text(
-        f'#!/bin/sh\nshift 2\nPYTHONPATH="{ROOT}" exec {sys.executable} '
-        '-m tests.support.sglang_process "$@"\n'
-    )
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    return str(script)
+    return sglang_double(tmp_path)
 
 
 @pytest.fixture
@@ -193,6 +192,51 @@ async def test_on_a_cpu_nothing_is_sent_unless_the_job_says_so(
         assert loader.chosen(weights) == "broadcast"
         loader._setting = "disk"
         assert loader.chosen(weights) is None
+
+
+async def test_a_server_of_another_nccl_gets_nothing_by_broadcast(
+    stage: TrainingStage, fake: FakeSglang, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, trainer = stage.spec(), await stage.trainer()
+    first = await trainer.bind(spec)
+    assert first.trained_on.torch == version("torch")
+    async with engine_of(spec, urls=[url(fake)]) as served:
+        loader = loader_of(served)
+        loader._described = replace(loader._described, device="cuda")
+        weights = sending_weights(first)
+        source = weights.ref.trained_on
+        source.device, source.torch, source.nccl = "cuda", "2.13.0+cu130", "2.29.7"
+        for environment, way in (
+            (SERVER, "broadcast"),
+            (replace(SERVER, packages=SERVER.packages | {"torch": "2.13.0+cu126"}), "broadcast"),
+            (None, "broadcast"),  # attached: it does not say
+            (replace(SERVER, packages={"nvidia-nccl-cu13": "2.29.7"}), "broadcast"),
+            (replace(SERVER, packages=SERVER.packages | {"nvidia-nccl-cu13": "2.30.7"}), None),
+            (replace(SERVER, packages=SERVER.packages | {"torch": "2.14.1"}), None),
+        ):
+            loader._refused.clear()
+            loader._environment = environment
+            assert loader.chosen(weights) == way, environment
+        assert loader._refused == {"broadcast"}
+        told = next(one for one in caplog.messages if "no weights by broadcast, but by" in one)
+        assert "NCCL 2.29.7" in told
+        assert "NCCL 2.30.7" in told
+        source.device, loader._setting = "cpu", "broadcast"
+        loader._refused.clear()
+        assert other_versions(source, replace(SERVER, packages={"torch": "2.14.1"}))
+        assert not other_versions(source, replace(SERVER, packages={"torch": "2.13.0+cpu"}))
+
+
+async def test_a_launched_server_of_another_torch_is_updated_by_the_next_way(
+    stage: TrainingStage, tmp_path: Path
+) -> None:
+    other = sglang_double(tmp_path, {"sglang": "0.5.23", "torch": "2.14.1"})
+    spec, trainer = stage.spec(), await stage.trainer()
+    await trainer.bind(spec)
+    async with engine_of(spec, python=other, update="broadcast", max_context=64) as served:
+        await served.update_weights(await trained(stage, trainer, spec, 0), stage.transfer)
+        assert served.last_update is not None
+        assert served.last_update.way == "in_place"
 
 
 def sending_weights(ref: common_pb.WeightsRef) -> Any:

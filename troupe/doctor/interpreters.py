@@ -8,16 +8,22 @@ where devices are to be seen.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import os
+import platform
+import re
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from troupe.doctor.findings import Finding, good, note, problem
+from troupe.job.engines import KINDS
 
 # A cold disk and a large environment: importing torch alone may take tens of seconds.
 _SECONDS: Final = 180.0
@@ -25,10 +31,13 @@ _PACKAGES: Final = (
     "torch",
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
-    "sglang",
     "vllm",
     "transformers",
+    *(kind.name for kind in KINDS.values() if kind.is_server),
 )
+OWN_PATHS: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP")
+"""Variables of a process that change which packages an interpreter finds: other environments do not
+inherit them."""
 # Prints what `Environment` holds as its last line: imports may print, too.
 _LOOK: Final = """
 import importlib.metadata as metadata, json, sys
@@ -77,6 +86,22 @@ class Environment:
         names = (name for name in self.packages if name.startswith("nvidia-nccl-"))
         return next((self.packages[name] for name in names), None)
 
+    def release(self, package: str) -> tuple[int, ...]:
+        """Return the numbers of a package's version, without what follows ("0.5.15.post1"); empty
+        if it is not there."""
+        numbers = re.match(r"[0-9]+(\.[0-9]+)*", self.packages.get(package, ""))
+        return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+@functools.cache
+def running_environment() -> Environment:
+    """Return what the environment of this process has, from its metadata."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return Environment(sys.executable, platform.python_version(), found)
+
 
 class NoEnvironment(Exception):
     """There is no interpreter where one is named, or it does not run."""
@@ -91,7 +116,13 @@ async def read_environment(interpreter: str, *, with_devices: bool = False) -> E
     arguments = ("-c", _LOOK, json.dumps(_PACKAGES), str(int(with_devices)))
     try:
         process = await asyncio.create_subprocess_exec(
-            path, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            path,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            # As servers are launched: this process's search path is not theirs.
+            env={name: one for name, one in os.environ.items() if name not in OWN_PATHS},
         )
     except OSError as error:
         raise NoEnvironment(f"{path} does not start: {error}") from error
@@ -106,8 +137,9 @@ async def read_environment(interpreter: str, *, with_devices: bool = False) -> E
     try:
         said: dict[str, Any] = json.loads(out.decode(errors="replace").strip().splitlines()[-1])
     except (ValueError, IndexError):
-        last = err.decode(errors="replace").strip().splitlines()[-1:] or ["it prints nothing"]
-        raise NoEnvironment(f"{path} fails: {last[0]}") from None
+        lines = [one for text in (out, err) for one in text.decode(errors="replace").splitlines()]
+        last = next((one for one in reversed(lines) if one.strip()), "it prints nothing")
+        raise NoEnvironment(f"{path} fails: {last.strip()}") from None
     capability = said.get("capability")
     return Environment(
         path,
@@ -177,8 +209,8 @@ def server_of(kind: str, found: Environment, own: Environment, devices: int) -> 
             problem(
                 kind,
                 f"{found.interpreter} has no {kind}",
-                "Name the interpreter of the environment that has it, or install it there "
-                "(docs/gpus.md).",
+                f"Name the interpreter of the environment that has it, or install it: "
+                f"{KINDS[kind].install} (docs/gpus.md).",
             )
         ]
     torch, nccl = found.packages.get("torch", "none"), found.nccl

@@ -417,6 +417,8 @@ class DeviceWeights(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    TORCH_FIELD_NUMBER: _builtins.int
+    NCCL_FIELD_NUMBER: _builtins.int
     trainer: _builtins.str
     """"host:port" of the trainer."""
     host_id: _builtins.str
@@ -425,6 +427,11 @@ class DeviceWeights(_message.Message):
     """"cuda" or "cpu"."""
     device_uuid: _builtins.str
     """The driver's name of the GPU that has the tensors, or gathers them; empty if unknown."""
+    torch: _builtins.str
+    """Versions of the trainer's torch and, on GPUs, NCCL; empty if unknown. Process groups with a
+    server of other versions do not form.
+    """
+    nccl: _builtins.str
     def __init__(
         self,
         *,
@@ -432,10 +439,12 @@ class DeviceWeights(_message.Message):
         host_id: _builtins.str = ...,
         device: _builtins.str = ...,
         device_uuid: _builtins.str = ...,
+        torch: _builtins.str = ...,
+        nccl: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_uuid", b"device_uuid", "host_id", b"host_id", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_uuid", b"device_uuid", "host_id", b"host_id", "nccl", b"nccl", "torch", b"torch", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from services.rollout.engines.errors import EngineStartFailed
 from troupe.devices import Device, pin, visible
+from troupe.doctor.interpreters import OWN_PATHS
 from troupe.job.policy import server_of
 from troupe.processes.ending import stop_process_async
 from troupe.processes.tether import tethered
@@ -25,13 +26,13 @@ TERM_SECONDS: Final = 10.0
 # Variables of this process that are not a server's: they change which packages its interpreter
 # finds, or hold secrets of the cluster.
 _OWN_VARIABLES: Final = (
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "PYTHONSTARTUP",
+    *OWN_PATHS,
     "TROUPE_TOKEN",
     "TROUPE_REDIS_URL",
     "TROUPE_STORE_REDIS_URL",
 )
+# On shared cores more threads spin instead of working.
+_THREADS: Final = "OMP_NUM_THREADS"
 _TAIL_BYTES: Final = 4096
 # A log lies in host memory: a server that runs for weeks must not fill it.
 _LOG_BYTES: Final = 16 << 20
@@ -135,8 +136,7 @@ class ServerProcess:
         the others, but for `_OWN_VARIABLES`."""
         self.command = command
         self.log_path = log_path
-        # On shared cores more threads spin instead of working.
-        self._defaults = {"OMP_NUM_THREADS": "1", **environment}
+        self._defaults = {_THREADS: "1", **environment}
         self._devices = devices
         self._process: asyncio.subprocess.Process | None = None
 
@@ -144,6 +144,10 @@ class ServerProcess:
         """Start it. Raises OSError when the program or the log cannot be opened."""
         inherited = {name: one for name, one in os.environ.items() if name not in _OWN_VARIABLES}
         environment = self._defaults | inherited
+        if self._devices:
+            # The worker's own share of the cores is not a server's that computes on GPUs: its
+            # threads would spin beside those of the host's other servers.
+            environment[_THREADS] = self._defaults[_THREADS]
         if self._devices is not None:
             environment |= visible(self._devices)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

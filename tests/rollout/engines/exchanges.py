@@ -93,7 +93,7 @@ def exchanges(weights: Path, payload: str) -> Iterator[Exchange]:
     tensors = {"serialized_named_tensors": [payload], "flush_cache": False}
     disk = {"load_format": "auto", "flush_cache": False, "weight_version": "2"}
     adapter = {"lora_name": "a", "lora_path": "/nonexistent"}
-    memory = {"tags": ["kv_cache", "weights"]}
+    memory = {"tags": ["cuda_graph", "kv_cache", "weights"]}
     yield Exchange("document", "GET", "/openapi.json")
     yield Exchange("model", "GET", "/model_info")
     yield Exchange("server", "GET", "/server_info")

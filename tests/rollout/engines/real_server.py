@@ -85,7 +85,8 @@ def interpreter(directory: Path) -> str:
     (shim / "sitecustomize.py").write_text(_UNPINNED)
     wrapper = directory / "python"
     wrapper.write_text(
-        f'#!/bin/sh\nshift 2\nPYTHONPATH="{shim}" exec "{tool}" serve "{place}" "$@"\n'
+        f'#!/bin/sh\n[ "$1" = -m ] || exec "{place}/bin/python" "$@"\nshift 2\n'
+        f'PYTHONPATH="{shim}" exec "{tool}" serve "{place}" "$@"\n'
     )
     wrapper.chmod(0o755)
     return str(wrapper)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,42 @@ def test_the_launch_line_of_a_replica() -> None:
     saver = "--enable-memory-saver"
     assert saver in SglangServer.command(Launch(spec, "m", 1, 64, memory=True))
     assert saver not in command
+
+
+def test_the_cuda_graphs_of_a_server_reach_to_its_limit_and_sleep_with_it() -> None:
+    """As 0.5.21 reads them (arg_groups/cuda_graph_hook.py, runner_backend)."""
+    spec = policy(max_running=96)
+    awake = Launch(spec, "m", 1, 64, release=(0, 5, 21), gpu=True)
+    command = SglangServer.command(awake)
+    assert command[command.index("--cuda-graph-max-bs-decode") + 1] == "96"
+    assert "--cuda-graph-backend-prefill" not in command
+    assert SglangServer.variables(awake) == {}
+    sleepy = replace(awake, memory=True)
+    command = SglangServer.command(sleepy)
+    # The default ones of prefill refuse to start beside those that can be released.
+    assert command[command.index("--cuda-graph-backend-prefill") + 1] == "disabled"
+    assert SglangServer.variables(sleepy) == {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
+    for other in (
+        replace(sleepy, release=(0, 5, 13)),  # does not know the options
+        replace(sleepy, release=()),
+        replace(sleepy, gpu=False),  # no graphs
+    ):
+        assert not [part for part in SglangServer.command(other) if "graph" in part]
+        assert SglangServer.variables(other) == {}
+
+
+@pytest.mark.parametrize("devices", [parse_devices("80GB"), None])
+async def test_a_servers_threads_are_its_own_on_gpus_and_the_workers_share_on_cpus(
+    devices: tuple[Device, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    out = tmp_path / "seen"
+    program = "import os, sys; open(sys.argv[1], 'w').write(os.environ['OMP_NUM_THREADS'])"
+    process = ServerProcess([sys.executable, "-c", program, str(out)], tmp_path / "log", devices)
+    await process.start()
+    assert process._process is not None
+    assert await process._process.wait() == 0, process.tail()
+    assert out.read_text() == ("1" if devices else "7")
 
 
 @pytest.mark.parametrize(

@@ -130,11 +130,11 @@ async def saving_memory(transfer: Transfer) -> AsyncIterator[tuple[ServingEngine
 async def test_memory_is_released_in_the_server_and_taken_again(transfer: Transfer) -> None:
     async with saving_memory(transfer) as (engine, fake):
         await engine.sleep({"kv_cache"})
-        assert fake.released == {"kv_cache"}
+        assert fake.released == {"kv_cache", "cuda_graph"}
         await engine.sleep()
-        assert fake.released == {"kv_cache", "weights"}
+        assert fake.released == {"kv_cache", "weights", "cuda_graph"}
         await engine.wake({"weights"})
-        assert fake.released == {"kv_cache"}
+        assert fake.released == {"kv_cache", "cuda_graph"}
         await fake.server.crash()
         await engine.check()
         with pytest.raises(Exception, match="did not wake"):
@@ -158,7 +158,7 @@ async def test_memory_is_not_released_while_requests_wait_in_the_server(
         fake.paused = False
         await other
         await asleep
-        assert fake.released == {"kv_cache", "weights"}
+        assert fake.released == {"kv_cache", "weights", "cuda_graph"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,6 +40,7 @@ from tests.rollout.engines.models import (
 )
 from tests.rollout.engines.real_server import interpreter
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.interpreters import SGLANG, environment
 from tests.support.waiting import until
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
@@ -319,15 +320,25 @@ async def test_servers_that_cannot_be_used(tmp_path: Path) -> None:
 
 async def test_a_launch_that_fails_shows_the_log(tmp_path: Path) -> None:
     missing = policy_spec(kind="sglang", python=str(tmp_path / "no-python"))
-    with pytest.raises(EngineStartFailed, match=r"no-python: the server cannot be started"):
+    with pytest.raises(EngineStartFailed, match=r"there is no interpreter at .*no-python"):
         await SglangEngine("e0", "solver", missing).start()
-    script = tmp_path / "python"
-    script.write_text('#!/bin/sh\necho "no sglang here: $2"; exit 3\n')
-    script.chmod(0o755)
-    broken = policy_spec(kind="sglang", python=str(script))
+    script = environment(
+        tmp_path, SGLANG, before='[ "$1" = -m ] && echo "it breaks: $2" && exit 3\n'
+    )
+    broken = policy_spec(kind="sglang", python=script)
     with pytest.raises(EngineStartFailed, match=r"engine.python.*code 3") as info:
         await SglangEngine("e0", "solver", broken).start()
-    assert "no sglang here: sglang.launch_server" in str(info.value)
+    assert "it breaks: sglang.launch_server" in str(info.value)
+
+
+async def test_an_environment_without_the_server_is_refused_with_how_to_install_it(
+    tmp_path: Path,
+) -> None:
+    python = environment(tmp_path, {"torch": "2.13.0"})
+    with pytest.raises(EngineStartFailed, match="has no SGLang") as info:
+        await SglangEngine("e0", "solver", policy_spec(kind="sglang", python=python)).start()
+    assert info.value.field == "policies.solver.engine.python"
+    assert 'pip install "sglang==0.5.21"' in (info.value.remedy or "")
 
 
 @pytest.mark.parametrize("given", ["job", "environment", "nobody"])
@@ -350,7 +361,7 @@ async def test_a_server_is_launched_by_the_python_that_is_named(
     spec = policy_spec(kind="sglang", **options)
     with pytest.raises(EngineStartFailed, match=r"TROUPE_SGLANG_PYTHON") as info:
         await SglangEngine("e0", "solver", spec).start()
-    said = "the environment of a server" if given != "nobody" else "No module named"
+    said = "the environment of a server" if given != "nobody" else "has no SGLang"
     assert said in str(info.value)
 
 

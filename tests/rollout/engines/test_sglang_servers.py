@@ -29,6 +29,7 @@ from services.rollout.engines.sglang.server import SglangServer
 from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.interpreters import SGLANG, environment
 from tests.support.waiting import PATIENCE, until
 from tests.workflow.stage import make_tokenizer
 from troupe.job import PolicySpec
@@ -111,10 +112,8 @@ async def test_a_server_on_our_port_that_is_not_ours_is_left_alone(
     fake: FakeSglang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(managed, "free_port", lambda: fake.server.port)
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 60\n")
-    python.chmod(0o755)
-    spec = policy_spec(kind="sglang", python=str(python))
+    python = environment(tmp_path, SGLANG, before='[ "$1" = -m ] && exec sleep 60\n')
+    spec = policy_spec(kind="sglang", python=python)
     engine = SglangEngine("e0", "solver", spec)
     with pytest.raises(EngineStartFailed, match="is held by another server, 'm'"):
         await engine.start()

@@ -16,7 +16,8 @@ class EngineKind:
     rollout process. `without_effect`: fields of `engine` that this kind does not read.
     `spread_arguments`: arguments of a launched server that say over how many devices it spreads,
     and on which; the job's field `tensor_parallel` sets them. `python_variable`: environment
-    variable of rollout workers with the Python of the servers' environment.
+    variable of rollout workers with the Python of the servers' environment. `requirement`: what pip
+    installs there: the release whose torch and NCCL are the trainer's.
     """
 
     name: str
@@ -24,6 +25,13 @@ class EngineKind:
     without_effect: tuple[str, ...] = ()
     spread_arguments: frozenset[str] = frozenset()
     python_variable: str = ""
+    requirement: str = ""
+
+    @property
+    def install(self) -> str:
+        """Commands that install the server in an environment of its own."""
+        place = f"~/{self.name}"
+        return f'`python -m venv {place} && {place}/bin/pip install "{self.requirement}"`'
 
     def interpreter(self, given: str | None, environment: Mapping[str, str] = os.environ) -> str:
         """Return the Python that launches a server on this host: `given` by the job, named by the

@@ -11,4 +11,5 @@ SGLANG: Final = EngineKind(
     is_server=True,
     spread_arguments=frozenset({"--tp", "--tp-size", "--tensor-parallel-size", "--base-gpu-id"}),
     python_variable="TROUPE_SGLANG_PYTHON",
+    requirement="sglang==0.5.21",
 )

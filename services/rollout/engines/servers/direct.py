@@ -23,6 +23,7 @@ from services.rollout.engines.servers.http import seconds_for
 from services.rollout.engines.servers.interface import InferenceServer, ServerDescription
 from services.rollout.engines.servers.loaders import Loader, NewWeights, Tensors, UpdateSetting
 from troupe.contracts import kinds
+from troupe.doctor.interpreters import Environment
 from troupe.rpc import Aborted, DataLoss, TroupeError, Unavailable, connect
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.v1 import common_pb2 as common_pb
@@ -52,14 +53,16 @@ class DirectLoader(Loader):
         *,
         near: bool,
         visible: Collection[str] | None,
+        environment: Environment | None,
         refused: set[DirectWay],
     ) -> None:
         """`near`: whether the server's address is this host's. `visible`: UUIDs of the GPUs that
-        the server sees; None: unknown. `refused`: ways that the engine's servers have refused or
+        the server sees; None: unknown. `environment`: the packages of a launched server; None:
+        unknown. `refused`: ways that the engine's servers have refused or
         died of, which are not tried again; added to here."""
         self._other, self._server, self._described = other, server, described
         self._setting, self._near, self._visible = setting, near, visible
-        self._refused = refused
+        self._environment, self._refused = environment, refused
         # The process group that the server has joined last; empty if there is none. A trainer that
         # has dropped it names another.
         self._group = ""
@@ -138,9 +141,14 @@ class DirectLoader(Loader):
         here = self._near and source.host_id == host_id() and self._opens_handles(source)
         way: DirectWay = "ipc" if here and self._setting != "broadcast" else "broadcast"
         able = way in described.ways and described.names_versions
-        if not able or self._setting not in ("auto", way):
+        if not able or self._setting not in ("auto", way) or way in self._refused:
             return None
-        return None if way in self._refused else way
+        if way == "broadcast" and (why := other_versions(source, self._environment)):
+            self._refused.add(way)
+            url, other = self._server.url, self._other.way
+            log.warning("%s: no weights by broadcast, but by %s: %s", url, other, why)
+            return None
+        return way
 
     def _opens_handles(self, source: common_pb.DeviceWeights) -> bool:
         """Whether the server can open handles of the trainer's memory. One that does not see the
@@ -158,6 +166,28 @@ class DirectLoader(Loader):
             self._refused.add(way)
         url, other = self._server.url, self._other.way
         log.warning("%s: no weights by %s, but by %s: %s", url, way, other, error)
+
+
+def other_versions(source: common_pb.DeviceWeights, server: Environment | None) -> str:
+    """Say why a trainer and a server form no process group: torch or, on GPUs, NCCL are of other
+    versions. Empty: they do, or it is unknown."""
+    if server is None:
+        return ""
+    pairs = {"torch": (source.torch, server.packages.get("torch", ""))}
+    if source.device == "cuda":
+        pairs["NCCL"] = (source.nccl, server.nccl or "")
+    # Builds of one version ("2.13.0+cpu") understand each other.
+    bare = {what: [one.partition("+")[0] for one in both] for what, both in pairs.items()}
+    if not any(all(both) and len(set(both)) > 1 for both in bare.values()):
+        return ""
+    trainer, engine = (
+        " and ".join(f"{what} {both[side] or 'unknown'}" for what, both in pairs.items())
+        for side in (0, 1)
+    )
+    return (
+        f"the trainer has {trainer}, the server's environment {engine}, and a process group needs "
+        "the same; install the release that docs/gpus.md names"
+    )
 
 
 class _Update:

@@ -45,7 +45,8 @@ class Launch:
     `source`: a directory or hub id of the model; weights are loaded later. `name`: the served
     model name. `targets`: layers of the policy's adapter. `replica`: the engine's number.
     `memory`: the server can free its GPU memory while it runs. `routed_experts`: it says which
-    experts tokens were sent to.
+    experts tokens were sent to. `release`: numbers of its package's version; empty: unknown.
+    `gpu`: it computes on GPUs.
     """
 
     spec: PolicySpec
@@ -58,6 +59,8 @@ class Launch:
     deterministic: bool = False
     memory: bool = False
     routed_experts: bool = False
+    release: tuple[int, ...] = ()
+    gpu: bool = False
 
     @property
     def interpreter(self) -> str:
@@ -208,8 +211,6 @@ class InferenceServer(ABC):
     """Arguments that a server must be started with, for messages."""
     name_option: ClassVar[str]
     """The argument of the served model name."""
-    environment: ClassVar[Mapping[str, str]] = {}
-    """Variables of a launched server, unless the worker's environment sets them."""
     bucket_format: ClassVar[str] = ""
     """How the trainer encodes tensors for `ipc` and joins groups for `broadcast`: a name in
     `troupe.transfer.formats`."""
@@ -221,6 +222,12 @@ class InferenceServer(ABC):
     @abstractmethod
     def command(cls, launch: Launch) -> list[str]:
         """The command line of a server that has random weights, or none, until the first update."""
+
+    @classmethod
+    def variables(cls, launch: Launch) -> Mapping[str, str]:
+        """Environment variables of a launched server, unless the worker's environment sets them."""
+        del launch
+        return {}
 
     @classmethod
     @abstractmethod

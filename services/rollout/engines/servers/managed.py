@@ -38,6 +38,7 @@ from services.rollout.engines.weights import load_config, skeleton
 from troupe.checkpoints.adapters import linear_layers
 from troupe.devices import find_devices
 from troupe.disks import Scratch
+from troupe.doctor.interpreters import Environment, NoEnvironment, read_environment
 from troupe.job import ModelSpec, PolicySpec
 from troupe.job.engines import KINDS
 from troupe.mixtures import RoutingShape, shape_in
@@ -103,6 +104,8 @@ class ManagedServer:
         self._process: ServerProcess | None = None
         # Direct ways of weights that this server, or one before it, has refused or died of.
         self._refused_ways: set[DirectWay] = set()
+        # Packages of a launched server.
+        self.environment: Environment | None = None
         # UUIDs of the GPUs that a launched server sees.
         self._visible: set[str] = set()
         # Served model name of a launched server, so that no other one is mistaken for it.
@@ -220,6 +223,7 @@ class ManagedServer:
 
     async def _launched_url(self, config: PretrainedConfig) -> str:
         spec = self._spec
+        environment = self.environment = await self._read_environment()
         source = spec.language_model.path
         if source is None:
             architecture = type(self.layout).__name__
@@ -228,7 +232,8 @@ class ManagedServer:
         port = free_port()
         self._name = f"troupe-{secrets.token_hex(6)}"
         devices = self.devices.assign(self._engine_id, self._policy, spec.engine.tensor_parallel)
-        self._visible = {one.uuid for one in (find_devices() if devices is None else devices)}
+        seen = find_devices() if devices is None else devices
+        self._visible = {one.uuid for one in seen}
         launch = Launch(
             spec,
             source,
@@ -240,12 +245,14 @@ class ManagedServer:
             deterministic=self._deterministic,
             memory=bool(spec.colocate and devices),
             routed_experts=self.routing is not None,
+            release=environment.release(spec.engine.kind),
+            gpu=bool(seen),
         )
         process = ServerProcess(
             self._server_class.command(launch),
             self._directory / "server.log",
             devices,
-            environment=self._server_class.environment,
+            environment=self._server_class.variables(launch),
         )
         try:
             await process.start()
@@ -254,16 +261,29 @@ class ManagedServer:
         self._process = process
         return http_url("127.0.0.1", port)
 
+    async def _read_environment(self) -> Environment:
+        """Return what the environment of a server to be launched has. Raises `EngineStartFailed` if
+        it has no server."""
+        engine = self._spec.engine
+        try:
+            found = await read_environment(KINDS[engine.kind].interpreter(engine.python))
+        except NoEnvironment as error:
+            raise self._unlaunchable(str(error)) from error
+        if engine.kind not in found.packages:
+            product = self._server_class.product
+            raise self._unlaunchable(f"{found.interpreter} has no {product}")
+        return found
+
     def _unlaunchable(self, reason: str) -> EngineStartFailed:
         product = self._server_class.product
-        variable = KINDS[self._spec.engine.kind].python_variable
+        kind = KINDS[self._spec.engine.kind]
         return EngineStartFailed(
             reason,
             field=f"policies.{self._policy}.engine.python",
             value=self._spec.engine.python,
-            remedy=f"Install {product} in an environment of its own (docs/gpus.md) and name its "
-            f"Python, here or in {variable} of the rollout workers; or give `urls`, or use "
-            "`kind: embedded`.",
+            remedy=f"Install {product} in an environment of its own on this host ({kind.install}; "
+            f"docs/gpus.md) and name its Python, here or in {kind.python_variable} of the rollout "
+            "workers; or give `urls`, or use `kind: embedded`.",
         )
 
     async def _ready(self) -> None:
@@ -352,6 +372,7 @@ class ManagedServer:
             spec.engine.update,
             near=near,
             visible=self._visible if launched else None,
+            environment=self.environment,
             refused=self._refused_ways,
         )
         if spec.engine.cache == "keep" and not described.keeps_cache:

@@ -44,6 +44,11 @@ from troupe.workflow.token_ids import TokenIds
 
 # Kernels whose results do not depend on the batch, and sampling by each request's own seed.
 DETERMINISTIC: Final = "--enable-deterministic-inference"
+# First release whose CUDA graphs have options by phase, decoding and prefill.
+_GRAPHS_BY_PHASE: Final = (0, 5, 14)
+# CUDA graphs go and come with the cache: both are for generating only. A server that was not
+# started to release graphs ignores it.
+_GRAPHS: Final = "cuda_graph"
 # Experts that tokens were sent to are kept, for turns that ask for them.
 ROUTED_EXPERTS: Final = "--enable-return-routed-experts"
 # Adapters of one batch: the served version, former ones whose turns still run, none (the base).
@@ -107,6 +112,7 @@ class SglangServer(HttpServer):
             *("--load-format", "dummy"),
             *("--context-length", str(launch.max_context)),
             *("--max-running-requests", str(engine.running_limit)),
+            *cls._graphs(launch),
             *(["--tp-size", str(engine.tensor_parallel)] if engine.tensor_parallel > 1 else []),
             "--skip-tokenizer-init",
             *([cls.name_option, launch.name] if launch.name else []),
@@ -116,6 +122,28 @@ class SglangServer(HttpServer):
             *([] if lora is None else cls.adapter_arguments(lora, launch.targets)),
             *launch.extra_arguments,
         ]
+
+    @classmethod
+    def variables(cls, launch: Launch) -> Mapping[str, str]:
+        """See `InferenceServer.variables`."""
+        # Else graphs, with all that a batch of the largest size computes, stay on a sleeping
+        # server's device (0.5.21: runner_backend/full_cuda_graph_backend.py).
+        return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"} if cls._sleeps(launch) else {}
+
+    @classmethod
+    def _graphs(cls, launch: Launch) -> list[str]:
+        """Arguments about CUDA graphs: for batches up to the engine's limit. By default those of
+        small GPUs end at 8 to 48 turns; larger batches are then launched kernel by kernel."""
+        if not launch.gpu or launch.release < _GRAPHS_BY_PHASE:
+            return []
+        most = ["--cuda-graph-max-bs-decode", str(launch.spec.engine.running_limit)]
+        # The prefill graphs of GPUs refuse to be released (breakable_cuda_graph_backend.py).
+        return most + (["--cuda-graph-backend-prefill", "disabled"] if cls._sleeps(launch) else [])
+
+    @staticmethod
+    def _sleeps(launch: Launch) -> bool:
+        """Whether the server also releases its CUDA graphs when it sleeps."""
+        return launch.memory and launch.gpu and launch.release >= _GRAPHS_BY_PHASE
 
     @classmethod
     def adapter_arguments(cls, lora: LoraSpec, targets: Sequence[str]) -> list[str]:
@@ -436,11 +464,11 @@ class SglangServer(HttpServer):
 
     async def release_memory(self, tags: Collection[str]) -> None:
         """See `InferenceServer.release_memory`. It kills a busy scheduler."""
-        await self._send("POST", "/release_memory_occupation", {"tags": sorted(tags)})
+        await self._send("POST", "/release_memory_occupation", {"tags": _with_graphs(tags)})
 
     async def resume_memory(self, tags: Collection[str]) -> None:
         """See `InferenceServer.resume_memory`."""
-        await self._send("POST", "/resume_memory_occupation", {"tags": sorted(tags)})
+        await self._send("POST", "/resume_memory_occupation", {"tags": _with_graphs(tags)})
 
     async def _model_info(self) -> Json:
         """Model path and type, and the current `weight_version`."""
@@ -496,6 +524,10 @@ def sampling_of(turn: EngineTurn) -> dict[str, Any]:
     if turn.sampling.seed is not None:  # releases that do not know the field refuse it
         sampling["sampling_seed"] = turn.seed & _INT64
     return sampling
+
+
+def _with_graphs(tags: Collection[str]) -> list[str]:
+    return sorted({*tags, _GRAPHS} if "kv_cache" in tags else tags)
 
 
 def _adapter_limits(info: Mapping[str, Any]) -> AdapterLimits | None:
