@@ -163,6 +163,9 @@ class GangGroup(RankGroup):
         self.host, self.local = divmod(self.rank, places)
         self.hosts = self.size // places
         self._asked_to_stop = asked_to_stop
+        # Seconds that an operation may take now, the last of those that contexts have set; of all
+        # copies of this group.
+        self._limits = [timeout_seconds]
         # Counter of the collectives of passes; it must follow every sharded model.
         self.collectives = PassCollectives()
         self._slice_group: dist.ProcessGroup | None = None
@@ -247,17 +250,33 @@ class GangGroup(RankGroup):
                 mark.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def waiting_for_disks(self, parameters: int) -> Iterator[None]:
-        """Enter a context of all ranks, in which they wait for each other as long as a slow disk
-        may take for the state of this number of parameters, or for each rank's part of it if they
-        share a disk."""
-        part = _STATE_BYTES * parameters / (self.size if self.shares_disk else 1)
-        usual = timedelta(seconds=self.timeout_seconds)
-        _set_pg_timeout(usual + timedelta(seconds=part / SLOWEST_BYTES_PER_SECOND), self.control)
+    def waiting_for(self, nbytes: float) -> Iterator[None]:
+        """Enter a context of all ranks, in which an operation may take as long as the slowest disk
+        or network takes for this number of bytes, in addition to the usual limit."""
+        seconds = self.timeout_seconds + nbytes / SLOWEST_BYTES_PER_SECOND
+        self._limits.append(max(seconds, self._limits[-1]))
+        self._set_limit()
         try:
             yield
         finally:
-            _set_pg_timeout(usual, self.control)
+            self._limits.pop()
+            self._set_limit()
+
+    def _set_limit(self) -> None:
+        limit = timedelta(seconds=self._limits[-1])
+        for group in (self.control, *self.mesh.get_all_groups()):
+            _set_pg_timeout(limit, group)
+
+    def waiting_for_disks(self, parameters: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context of all ranks, in which they wait for each other as long as a slow disk
+        may take for the state of this number of parameters, or for each rank's part of it if they
+        share a disk."""
+        part = _STATE_BYTES * parameters / (self.size if self.shares_disk else 1)
+        return self.waiting_for(part)
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this."""
+        dist.all_reduce(torch.zeros(1), group=self.control)
 
     # Bytes between ranks.
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.compute import gpu_memory
 from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, Loaded, encode_rows
+from services.trainer.gang.gathering import gathered
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.loading import (
     ShardedBase,
@@ -40,7 +41,6 @@ from services.trainer.gang.sharded_state import (
     read_shards,
     scatter_state,
     split,
-    whole,
     write_shards,
 )
 from services.trainer.learning.critic import with_value_head
@@ -101,53 +101,39 @@ What: TypeAlias = Literal["published", "weights", "moments", "base"]
 Described = Mapping[str, tuple[str, Sequence[int]]]
 
 
-def gather(tensors: Mapping[str, torch.Tensor], path: Path | None) -> None:
+def gather(group: GangGroup, tensors: Mapping[str, torch.Tensor], path: Path | None) -> None:
     """Gather sharded tensors, called by all ranks; the rank with a `path` writes them there.
 
-    Each tensor is gathered, written and dropped before the next. Raises ResourceExhausted of kind
-    "storage_full" there, once the others are through.
+    Raises ResourceExhausted of kind "storage_full" there, once the others are through.
     """
-    as_they_are = (Conversion.unchanged(name, tensors[name]) for name in sorted(tensors))
-    _gather(as_they_are, tensors.__getitem__, tensors, path)
+    as_they_are = [Conversion.unchanged(name, tensors[name]) for name in sorted(tensors)]
+    _gather(group, as_they_are, tensors.__getitem__, tensors, path)
 
 
 def gather_checkpoint(
-    form: CheckpointFormat, weights: Mapping[str, torch.Tensor], path: Path | None
+    group: GangGroup,
+    form: CheckpointFormat,
+    weights: Mapping[str, torch.Tensor],
+    path: Path | None,
 ) -> None:
     """Like `gather`, for the tensors of a checkpoint: each group is converted once it is whole."""
     # Cast to the output dtype before gathering: half as many bytes to move.
-    _gather(form.conversions, functools.partial(form.read, weights), form.layout, path)
+    part = functools.partial(form.read, weights)
+    _gather(group, form.conversions, part, form.layout, path)
 
 
 def _gather(
-    conversions: Iterable[Conversion], part: Read, layout: Layout, path: Path | None
+    group: GangGroup,
+    conversions: Sequence[Conversion],
+    part: Read,
+    layout: Layout,
+    path: Path | None,
 ) -> None:
-    left = iter(conversions)
-    try:
+    with gathered(group, conversions, part) as named:
         if path is not None:
             with in_memory(path, "state"), safetensors_file(path, layout) as write:
-                for one in left:
-                    sources = {name: whole(part(name)) for name in one.sources}
-                    for name, tensor in one.convert(sources.__getitem__).items():
-                        write(name, tensor)
-    except ResourceExhausted:
-        _gather_rest(left, part)
-        raise
-    _gather_rest(left, part)
-
-
-def _wholes(conversions: Iterable[Conversion], part: Read) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a checkpoint on this rank's device, gathered group by group."""
-    for one in conversions:
-        sources = {name: whole(part(name)) for name in one.sources}
-        yield from one.convert(sources.__getitem__).items()
-
-
-def _gather_rest(left: Iterable[Conversion], part: Read) -> None:
-    """Take part in gathering the remaining tensors, without writing them."""
-    for one in left:
-        for name in one.sources:
-            whole(part(name))
+                for name, tensor in named:
+                    write(name, tensor)
 
 
 class RankLearner(Learner):
@@ -284,7 +270,7 @@ class RankLearner(Learner):
     def _save_whole(self, path: Path | None) -> dict[str, str]:
         outcome = None
         try:
-            gather(self.weights() | self.moments(), path)
+            gather(self._group, self.weights() | self.moments(), path)
         except ResourceExhausted as error:
             outcome = Frame({"full": True}, to_status(error).SerializeToString())
         if path is not None and outcome is None:
@@ -312,7 +298,7 @@ class RankLearner(Learner):
         if group.shares_disk:
             read_shards(directory, room, group.control)
         else:
-            scatter_state(directory if there else None, room, group.control)
+            scatter_state(directory if there else None, room, group)
         return room
 
     def load_shards(self, directory: Path) -> None:
@@ -340,7 +326,7 @@ class RankLearner(Learner):
         tensors, values = self.suspended()
         if self._group.rank:
             sums.tokens = type(mine)()  # rank 0 has the merged sums now
-        gather(tensors, path)
+        gather(self._group, tensors, path)
         return values
 
     def resume(self, tensors: Described, values: dict[str, Any], path: Path | None) -> None:
@@ -385,15 +371,16 @@ class RankLearner(Learner):
 
     def gather(self, what: What, path: Path | None) -> None:
         """Gather whole tensors, and write them on the rank that has a `path`."""
+        group = self._group
         if what == "base":
             assert self._frozen is not None, "the policy has an adapter"
-            gather_checkpoint(self._frozen.format, self._frozen.tensors, path)
+            gather_checkpoint(group, self._frozen.format, self._frozen.tensors, path)
         elif what == "published" and self.base is not None:
-            gather(dict(self._trained.published()), path)
+            gather(group, dict(self._trained.published()), path)
         elif what == "published":
-            gather_checkpoint(self._trained.format, self.weights(), path)
+            gather_checkpoint(group, self._trained.format, self.weights(), path)
         else:
-            gather(self.weights() if what == "weights" else self.moments(), path)
+            gather(group, self.weights() if what == "weights" else self.moments(), path)
 
     def send(
         self,
@@ -405,15 +392,9 @@ class RankLearner(Learner):
         take part in gathering them."""
         form = self._trained.format
         part = functools.partial(form.read, self.weights())
-        if conversation is None:
-            _gather_rest(form.conversions, part)
-            return
-        named = _wholes(form.conversions, part)
-        try:
-            send_buckets(wanted, named, groups, conversation)
-        finally:
-            for _ in named:  # the others are there
-                pass
+        with gathered(self._group, form.conversions, part) as named:
+            if conversation is not None:
+                send_buckets(wanted, named, groups, conversation)
 
 
 class ShardedModel(TrainedModel):

@@ -31,8 +31,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from services.trainer.gang.gathering import gathered, in_lockstep, nbytes_of
 from services.trainer.gang.group import GangGroup
-from services.trainer.gang.sharded_state import as_shard, whole
+from services.trainer.gang.sharded_state import as_shard
 from services.trainer.learning.critic import ValueHead
 from services.trainer.learning.lora import Adapter, base_source, described_adapter, inject
 from services.trainer.learning.model import load_problem, outline, policy_seed
@@ -418,21 +419,22 @@ def scatter_model(
     All ranks must call it. One tensor at a time is whole on the others.
     """
     whole = {} if model is None else model.state_dict()
-    for name in sorted(metas):
-        meta = metas[name]
-        own = meta.tensor
-        if not own.is_meta:  # tied to one before
-            continue
-        full = torch.empty(own.shape, dtype=own.dtype, device=device)
-        if model is not None:
-            full.copy_(whole[name])
-        if isinstance(own, DTensor):
-            spread = distribute_tensor(full, own.device_mesh, own.placements)
-            meta.put(spread.to_local(), device)
-        else:
-            cpu = full.cpu()
-            dist.broadcast(cpu, 0, group.control)
-            meta.put(cpu, device)
+    with in_lockstep(group, sorted(metas), lambda name: nbytes_of(metas[name].tensor)) as names:
+        for name in names:
+            meta = metas[name]
+            own = meta.tensor
+            if not own.is_meta:  # tied to one before
+                continue
+            full = torch.empty(own.shape, dtype=own.dtype, device=device)
+            if model is not None:
+                full.copy_(whole[name])
+            if isinstance(own, DTensor):
+                spread = distribute_tensor(full, own.device_mesh, own.placements)
+                meta.put(spread.to_local(), device)
+            else:
+                cpu = full.cpu()
+                dist.broadcast(cpu, 0, group.control)
+                meta.put(cpu, device)
 
 
 @torch.no_grad()
@@ -477,12 +479,10 @@ class ShardedBase:
         self.tensors: Tensors = {n: t.detach() for n, t in module.state_dict().items()}
         parts: dict[str, tuple[str, tuple[int, ...], str]] = {}
         read = functools.partial(form.read, self.tensors)
-        for one in form.conversions:
-            sources = {name: whole(read(name)) for name in one.sources}
-            if group.rank == 0:
-                for name, tensor in one.convert(sources.__getitem__).items():
-                    digest = bytes_checksum(host_bytes(tensor))
-                    parts[name] = dtype_name(tensor.dtype), tuple(tensor.shape), digest
+        with gathered(group, form.conversions, read) as named:
+            for name, tensor in named if group.rank == 0 else ():
+                digest = bytes_checksum(host_bytes(tensor))
+                parts[name] = dtype_name(tensor.dtype), tuple(tensor.shape), digest
         self.checksum = group.gather(combine(parts).encode())[0].decode()
 
     def weights(self) -> DeferredTensors:

@@ -12,6 +12,7 @@ import mmap
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from services.trainer.gang.gathering import in_lockstep, nbytes_of
 from services.trainer.learning.optimizer import NAMES as GENERATORS
 from services.trainer.learning.optimizer import SEPARATOR, Moments, is_moment
 from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.transfer.checksum import bytes_checksum
+
+if TYPE_CHECKING:
+    from services.trainer.gang.group import GangGroup
 
 
 def write_shards(
@@ -102,22 +107,24 @@ def read_one(directory: Path, name: str, size: torch.Size, dtype: torch.dtype) -
     return into[name]
 
 
-def scatter_state(directory: Path | None, room: Tensors, control: dist.ProcessGroup) -> None:
+def scatter_state(directory: Path | None, room: Tensors, group: GangGroup) -> None:
     """Fill `room` (`empty_state`) with the tensors that rank 0, which has a `directory`, reads.
 
     All ranks must call it. One whole tensor at a time is in memory.
     """
-    for name, tensor in sorted(room.items()):
-        if directory is None:
-            full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        else:
-            full = read_one(directory, name, tensor.shape, tensor.dtype)
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            room[name] = distribute_tensor(full.to(mesh.device_type), mesh, tensor.placements)
-        else:
-            dist.broadcast(full, 0, control)
-            room[name] = full
+    with in_lockstep(group, sorted(room), lambda name: nbytes_of(room[name])) as names:
+        for name in names:
+            tensor = room[name]
+            if directory is None:
+                full = torch.empty(tensor.shape, dtype=tensor.dtype)
+            else:
+                full = read_one(directory, name, tensor.shape, tensor.dtype)
+            if isinstance(tensor, DTensor):
+                mesh = tensor.device_mesh
+                room[name] = distribute_tensor(full.to(mesh.device_type), mesh, tensor.placements)
+            else:
+                dist.broadcast(full, 0, group.control)
+                room[name] = full
 
 
 def empty_state(
@@ -179,8 +186,3 @@ def as_shard(local: torch.Tensor, of: DTensor) -> DTensor:
     """Return the DTensor like `of` whose shard on this rank is `local`, as FSDP makes them:
     `from_local` takes three times as long, and moves `local` to the mesh's device."""
     return DTensor(local, of._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the full tensor of a DTensor on all ranks; a collective that all ranks must call."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

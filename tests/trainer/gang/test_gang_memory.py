@@ -25,6 +25,13 @@ pytestmark = pytest.mark.slow
 
 def output_of_ranks(size: int, module: str, *arguments: object) -> str:
     """What rank 0 of a gang prints, of which each rank runs a module beside this one."""
+    statuses, output = ends_of_ranks(size, module, *arguments)
+    assert statuses == [0] * size
+    return output
+
+
+def ends_of_ranks(size: int, module: str, *arguments: object) -> tuple[list[int], str]:
+    """The exit status of each rank, and what rank 0 prints."""
     port, ranks = free_port(), []
     for rank in range(size):
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -33,8 +40,7 @@ def output_of_ranks(size: int, module: str, *arguments: object) -> str:
         command = [sys.executable, "-m", f"tests.trainer.gang.{module}", *map(str, arguments)]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [rank.communicate(timeout=550)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size
-    return outputs[0]
+    return [rank.returncode for rank in ranks], outputs[0]
 
 
 @pytest.mark.parametrize(
