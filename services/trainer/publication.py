@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 import torch
@@ -10,11 +10,14 @@ import torch
 from services.chassis.transfer import HostTransfer
 from services.trainer.learning.lora import AdaptedBase
 from troupe.checkpoints.adapters import base_key
+from troupe.checkpoints.proof import Proof, metadata_of, proof_in
 from troupe.rpc import FailedPrecondition
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as common_pb
 
 log = structlog.get_logger("troupe.trainer")
+
+Prove = Callable[[], Proof | None]
 
 
 class Publication:
@@ -36,14 +39,17 @@ class Publication:
         """The transfer key of `version`."""
         return f"{self._job}/{self._policy}/weights@{version}"
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> common_pb.WeightsRef:
-        """Publish a copy of `tensors` as `version`. Raises StorageFull."""
-        metadata = {"job_id": self._job, "policy": self._policy}
+    def publish(
+        self, version: int, tensors: Mapping[str, torch.Tensor], proof: Proof | None = None
+    ) -> common_pb.WeightsRef:
+        """Publish a copy of `tensors` as `version`, with their proof. Raises StorageFull."""
+        metadata = {"job_id": self._job, "policy": self._policy, **metadata_of(proof)}
         manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
-        return self.reference(version, manifest.checksum, manifest.num_bytes)
+        return self.reference(version, manifest.checksum, manifest.num_bytes, manifest.metadata)
 
-    def ensure_base(self, base: AdaptedBase | None) -> None:
-        """Publish the frozen weights under an adapter, once for all policies of the job."""
+    def ensure_base(self, base: AdaptedBase | None, prove: Prove = lambda: None) -> None:
+        """Publish the frozen weights under an adapter, once for all policies of the job. `prove`
+        computes their proof if they have to be published."""
         if base is None:
             return
         key = base_key(self._job, base.checksum)
@@ -51,12 +57,18 @@ class Publication:
             self._transfer.get(key, expected_checksum=base.checksum)
         except (KeyNotFound, Corrupt) as error:
             log.info("publishing again", key=key, reason=error.message)
-            self._transfer.set(key, base.weights(), metadata={"job_id": self._job})
+            metadata = {"job_id": self._job, **metadata_of(prove())}
+            self._transfer.set(key, base.weights(), metadata=metadata)
 
     def ensure(
-        self, version: int, tensors: Mapping[str, torch.Tensor], expected: str
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        expected: str,
+        prove: Prove = lambda: None,
     ) -> common_pb.WeightsRef:
-        """Publish `tensors` unless this host has a valid copy of the version. Idempotent.
+        """Publish `tensors` unless this host has a valid copy of the version. Idempotent. `prove`
+        computes their proof if they have to be published.
 
         Raises FailedPrecondition of kind "weights_changed" when `expected` (the committed
         checksum, or empty) is not that of `tensors`.
@@ -79,8 +91,8 @@ class Publication:
             manifest = self._transfer.get(key, expected_checksum=checksum)[1]
         except (KeyNotFound, Corrupt) as error:
             log.info("publishing again", key=key, reason=error.message)
-            return self.publish(version, tensors)
-        return self.reference(version, checksum, manifest.num_bytes)
+            return self.publish(version, tensors, prove())
+        return self.reference(version, checksum, manifest.num_bytes, manifest.metadata)
 
     def existing(self, version: int, checksum: str) -> common_pb.WeightsRef | None:
         """The published version with this checksum, copied to this host; None if no host has it."""
@@ -88,7 +100,7 @@ class Publication:
             manifest = self._transfer.get(self.key(version), expected_checksum=checksum)[1]
         except (KeyNotFound, Corrupt):
             return None
-        return self.reference(version, checksum, manifest.num_bytes)
+        return self.reference(version, checksum, manifest.num_bytes, manifest.metadata)
 
     def prune(self, newest: int, keep: int) -> None:
         """Delete all versions but the `keep` newest up to `newest`."""
@@ -98,8 +110,10 @@ class Publication:
             if version.isdigit() and int(version) <= newest - keep:
                 self._transfer.delete(key)
 
-    def reference(self, version: int, checksum: str, num_bytes: int) -> common_pb.WeightsRef:
-        """The reference to a version that is published here."""
+    def reference(
+        self, version: int, checksum: str, num_bytes: int, metadata: Mapping[str, str] | None = None
+    ) -> common_pb.WeightsRef:
+        """The reference to a version that is published here, with the proof in its `metadata`."""
         return common_pb.WeightsRef(
             job_id=self._job,
             policy=self._policy,
@@ -109,4 +123,5 @@ class Publication:
             num_bytes=num_bytes,
             holders=self._transfer.holders,
             trained_on=self._trained_on,
+            proof=proof_in(metadata or {}),
         )

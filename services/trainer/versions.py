@@ -31,6 +31,7 @@ from services.trainer.state.training_state import (
     StoredWeights,
     TrainingState,
 )
+from troupe.checkpoints.proof import Proof, Proven, passage_ids
 from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.rpc import NO_RETRY, DataLoss, FailedPrecondition, NotFound, TroupeError, new_id
@@ -372,7 +373,7 @@ class Versions:
 
     def _publish_again(self, version: int, checksum: str) -> None:
         """Publish the loaded weights where this host lacks them. Raises as `Publication.ensure`."""
-        self._publication.ensure_base(self.learner.base)
+        self._publication.ensure_base(self.learner.base, lambda: self._prove("base"))
         if self._rounded:
             found = self._publication.existing(version, checksum)
             if found is None:
@@ -380,7 +381,14 @@ class Versions:
             self.weights = found
             return
         tensors = self.learner.published()
-        self.weights = self._publication.ensure(version, tensors, checksum)
+        self.weights = self._publication.ensure(version, tensors, checksum, self._prove)
+
+    def _prove(self, what: Proven = "published") -> Proof | None:
+        """Compute what servers of the weights in memory must answer; None where none serves them:
+        embedded engines compare checksums."""
+        if self._spec.policies[self._policy].engine.kind == "embedded":
+            return None
+        return self.learner.proof(passage_ids(self.tokenizer), what)
 
     def set_reference(self) -> None:
         """Give the learner the first version as the reference, if its loss needs one."""
@@ -397,7 +405,8 @@ class Versions:
 
         Neither counts before the commit. Raises StorageFull, ResourceExhausted.
         """
-        weights = self._publication.publish(self.committed + 1, self.learner.published())
+        version, tensors = self.committed + 1, self.learner.published()
+        weights = self._publication.publish(version, tensors, self._prove())
         if not keeping:
             self.durability.save(self._snapshot(weights, frontier))
         return weights
@@ -457,7 +466,8 @@ class Versions:
         self._restore(0, checksum)
         self.dirty = True  # cleared once the next version is durable
         self.frontier, self.verified, self.randomness = frontier, verified, randomness
-        weights = self._publication.ensure(version + 1, self.learner.published(), checksum)
+        tensors = self.learner.published()
+        weights = self._publication.ensure(version + 1, tensors, checksum, self._prove)
         self.durability.save(self._snapshot(weights, frontier))
         self.durability.saved(version + 1)
         # The state of `version` stays on disk: the restart may not be recorded.

@@ -7,12 +7,15 @@ covers it.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
+
+from troupe.transfer.deferred import DeferredTensors, TensorGroup
 
 # In PEFT, no parameter can have this name.
 CONFIG: Final = "adapter.json"
@@ -218,3 +221,32 @@ def merged(base: Mapping[str, torch.Tensor], adapter: AdapterContent) -> dict[st
         exact = torch.promote_types(weight.dtype, torch.float32)
         result[name] = weight.to(exact).add(update, alpha=adapter.scale).to(weight.dtype)
     return result
+
+
+def adapted(
+    base: DeferredTensors, adapter: AdapterContent, *, exact: bool = True
+) -> DeferredTensors:
+    """Return a model's tensors by its names, with the adapter merged; made when they are read.
+
+    `exact`: adapted weights become float32, and are not rounded again. Raises MergeMismatch.
+    """
+    weights = {f"{module}.weight": module for module in adapter.modules}
+    if lacking := sorted(weights.keys() - base.layout.keys()):
+        raise MergeMismatch(f"the base has no '{lacking[0]}'")
+
+    def make(number: int) -> Mapping[str, torch.Tensor]:
+        made = dict(base.made(number))
+        for name in made.keys() & weights.keys():
+            weight = made[name].float() if exact else made[name]
+            made |= merged({name: weight}, adapter.only(weights[name]))
+        return made
+
+    groups = []
+    for number, group in enumerate(base.groups):
+        layout = {
+            name: tensor.to(torch.float32) if exact and name in weights else tensor
+            for name, tensor in group.layout.items()
+        }
+        made = layout.keys() & weights.keys()
+        groups.append(TensorGroup(layout, functools.partial(make, number)) if made else group)
+    return DeferredTensors(groups)

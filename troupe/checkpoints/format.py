@@ -27,6 +27,8 @@ from troupe.transfer.deferred import DeferredTensors, Layout, TensorGroup
 Tensors = Mapping[str, torch.Tensor]
 # Function that returns a tensor, given its name.
 Read = Callable[[str], torch.Tensor]
+# Function that returns a full tensor for one of which this process may have a part only.
+Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FormatMismatch(ValueError):
@@ -79,7 +81,8 @@ class CheckpointFormat:
         outline = _outline(model, dtype)
         state = _saved(outline, dtype)
         self._aliases = _aliases(outline)
-        self._dtypes = {name: tensor.dtype for name, tensor in state.items()}
+        # The model's own tensors, in the dtypes of the checkpoint.
+        self._state = state
         self.conversions = _to_checkpoint(model, outline, state)
         self.layout: Layout = _joined(self.conversions)
 
@@ -104,9 +107,23 @@ class CheckpointFormat:
         known = (alias for alias in self._aliases.get(name, (name,)) if alias in tensors)
         if (found := next(known, None)) is None:
             raise FormatMismatch(f"it lacks '{name}'", name)
+        dtype = self._state[name].dtype
         if isinstance(tensors, StoredTensors):
-            return tensors.read(found, self._dtypes[name])  # cast while it is read
-        return tensors[found].detach().to(self._dtypes[name])
+            return tensors.read(found, dtype)  # cast while it is read
+        return tensors[found].detach().to(dtype)
+
+    def rounded(self, tensors: Tensors, whole: Whole = lambda tensor: tensor) -> DeferredTensors:
+        """Return the model's `tensors` by its own names, with the values that a checkpoint gives
+        them; each is cast, and made `whole`, when it is read."""
+
+        def make(name: str) -> Tensors:
+            return {name: whole(self.read(tensors, name))}
+
+        groups = [
+            TensorGroup({name: tensor}, functools.partial(make, name))
+            for name, tensor in self._state.items()
+        ]
+        return DeferredTensors(groups)
 
 
 def unchanged(tensors: Tensors) -> DeferredTensors:

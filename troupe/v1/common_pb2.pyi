@@ -368,6 +368,7 @@ class WeightsRef(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     TRAINED_ON_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     policy: _builtins.str
     version: _builtins.int
@@ -385,6 +386,12 @@ class WeightsRef(_message.Message):
     def trained_on(self) -> Global___DeviceWeights:
         """Location of the devices that trained it. Not set for weights without a trainer."""
 
+    @_builtins.property
+    def proof(self) -> Global___WeightsProof:
+        """Expected answer of a server with these weights. Not set for weights that no trainer has
+        computed it of: their readers compute it themselves.
+        """
+
     def __init__(
         self,
         *,
@@ -396,14 +403,51 @@ class WeightsRef(_message.Message):
         num_bytes: _builtins.int = ...,
         holders: _abc.Iterable[_builtins.str] | None = ...,
         trained_on: Global___DeviceWeights | None = ...,
+        proof: Global___WeightsProof | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trained_on", b"trained_on"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof", "trained_on", b"trained_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "holders", b"holders", "job_id", b"job_id", "key", b"key", "num_bytes", b"num_bytes", "policy", b"policy", "trained_on", b"trained_on", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "holders", b"holders", "job_id", b"job_id", "key", b"key", "num_bytes", b"num_bytes", "policy", b"policy", "proof", b"proof", "trained_on", b"trained_on", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightsRef: _TypeAlias = WeightsRef  # noqa: Y015
+
+@_typing.final
+class WeightsProof(_message.Message):
+    """Log-probs that a server of published weights must give a prompt. A trainer computes them on its
+    devices from just the values that it publishes, in float32.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ALLOWED_FIELD_NUMBER: _builtins.int
+    allowed: _builtins.float
+    """Largest mean difference from these log-probs that the rounding of a server explains."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids of the prompt."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probs of all but the first of them."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        allowed: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "ids", b"ids", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsProof: _TypeAlias = WeightsProof  # noqa: Y015
 
 @_typing.final
 class DeviceWeights(_message.Message):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -25,8 +24,9 @@ from troupe.checkpoints.adapters import (
     merged,
 )
 from troupe.checkpoints.format import FormatMismatch, ModelArrangement, in_float32, keep_float32
+from troupe.checkpoints.proof import proof_in
 from troupe.job import LoraSpec, ModelSpec, no_directory
-from troupe.transfer import DeferredTensors, TensorGroup, Transfer, checksum_of
+from troupe.transfer import Transfer, checksum_of
 from troupe.transfer.blob import Manifest
 from troupe.transfer.checksum import bytes_checksum, dtype_of, host_bytes
 from troupe.v1 import common_pb2 as common_pb
@@ -274,27 +274,6 @@ class Adapted:
     adapter: AdapterContent
     base: BaseWeights
 
-    def parts(self, model: torch.nn.Module, key: str) -> DeferredTensors:
-        """Tensors of `model`, by its names, with the adapter merged; made when they are read.
-        Raises `WeightsRefused` when the adapter does not fit its base."""
-        found = arrangement(self.base.tensors, model, key)
-        adapted = {f"{module}.weight" for module in self.adapter.modules}
-        if lacking := sorted(adapted - set(found.renamed)):
-            raise _refused(f"the base has no '{lacking[0]}' for an adapter", key)
-        plain = found.arranged(self.base.tensors)
-        groups = [
-            TensorGroup(group.layout, functools.partial(self._merged, group.make))
-            if adapted & set(group.layout)
-            else group
-            for group in plain.groups
-        ]
-        return DeferredTensors(groups)
-
-    def _merged(self, make: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """One weight with the adapter merged."""
-        ((name, weight),) = make().items()
-        return merged({name: weight}, self.adapter.only(name.removesuffix(".weight")))
-
     def in_model(self, model: torch.nn.Module, ref: common_pb.WeightsRef) -> Adapted:
         """The same with the base arranged as in `model` (experts stacked where it stacks them).
         Blocking."""
@@ -311,7 +290,7 @@ class Adapted:
         try:
             tensors = merged(self.base.tensors, self.adapter)
         except MergeMismatch as error:
-            raise _refused(str(error), ref.key) from error
+            raise refused_adapter(str(error), ref.key) from error
         return tensors, _with_checksum(ref, tensors)
 
     def beside(
@@ -381,7 +360,7 @@ def with_base(
     try:
         adapter = AdapterContent.of(tensors)
     except NotAnAdapter as error:
-        raise _refused(str(error), ref.key) from error
+        raise refused_adapter(str(error), ref.key) from error
     if known is not None and known.ref.checksum == adapter.base:
         return Adapted(adapter, known)
     key = base_key(ref.job_id, adapter.base)
@@ -396,6 +375,7 @@ def with_base(
         key=key,
         checksum=adapter.base,
         num_bytes=manifest.num_bytes,
+        proof=proof_in(manifest.metadata),
     )
     return Adapted(adapter, BaseWeights(own, base))
 
@@ -409,9 +389,9 @@ def check_published(
         check_fit(published, model, key)
         return
     if lora is None:
-        raise _refused("an adapter is published, the policy has no `lora`", key)
+        raise refused_adapter("an adapter is published, the policy has no `lora`", key)
     if not is_adapter(published):
-        raise _refused("whole weights are published, the policy has `lora`", key)
+        raise refused_adapter("whole weights are published, the policy has `lora`", key)
     layers, _ = linear_layers(model, lora.target_modules)
     expected = {}
     for name, (inputs, outputs) in layers.items():
@@ -420,7 +400,7 @@ def check_published(
     found = {name: list(t.shape) for name, t in published.items() if name != CONFIG}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            raise _refused(
+            raise refused_adapter(
                 f"'{name}' is published as {found.get(name, 'nothing')}, the engine's adapter has "
                 f"{expected.get(name, 'nothing')}",
                 key,
@@ -437,5 +417,6 @@ def check_base(adapted: Adapted, model: torch.nn.Module) -> None:
     check_fit({**adapter, **adapted.base.tensors}, model, adapted.base.ref.key)
 
 
-def _refused(message: str, key: str) -> WeightsRefused:
+def refused_adapter(message: str, key: str) -> WeightsRefused:
+    """The error of an adapter at `key` that the engine's model cannot have."""
     return WeightsRefused(message, field="weights", value=key, remedy=_ADAPTER_REMEDY)

@@ -77,6 +77,7 @@ from services.trainer.state.training_state import (
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
+from troupe.checkpoints.proof import Proof, Proven
 from troupe.checkpoints.writing import safetensors_file
 from troupe.functions.shipped import opened
 from troupe.job import JobSpec
@@ -422,6 +423,11 @@ class ShardedModel(TrainedModel):
                 named[name] = tensor.detach()
         return named
 
+    @staticmethod
+    def _whole(tensor: torch.Tensor) -> torch.Tensor:
+        """Gather the full tensor, which all ranks must do."""
+        return whole(tensor)
+
     def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:
         """Return a second sharded module with these weights, which no gradient reaches."""
         return self._make(weights).requires_grad_(False)
@@ -610,6 +616,11 @@ class GangLearner(PolicyLearner[Row]):
     def published(self) -> Tensors:
         """Return the tensors that engines load, whole, in shared memory."""
         return self._gathered("published")
+
+    def proof(self, passage: Sequence[int], what: Proven = "published") -> Proof | None:
+        """See `PolicyLearner`. All ranks make the same pass, and gather each layer for it."""
+        found = self._order("prove", passage=list(passage), what=what).header["proof"]
+        return None if found is None else Proof.of_text(found)
 
     def weights(self) -> Tensors:
         """Return parameters and persistent buffers in full precision, whole."""

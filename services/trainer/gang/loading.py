@@ -47,6 +47,7 @@ from troupe.checkpoints.format import (
     unchanged,
 )
 from troupe.checkpoints.reading import StoredTensors, checkpoint_folder, weight_files
+from troupe.checkpoints.reference import compute_buffers
 from troupe.checkpoints.tensors import claims_tied, fitted, untied
 from troupe.checkpoints.verifying import verify
 from troupe.disks import SLOWEST_BYTES_PER_SECOND
@@ -439,23 +440,8 @@ def scatter_model(
 
 @torch.no_grad()
 def finish(module: Any, device: torch.device) -> None:
-    """Make the tensors that checkpoints lack: computed buffers, such as rotary frequencies.
-
-    They are made as in `from_pretrained`: modules initialize everything that is not marked as
-    loaded.
-    """
-    for one in module.modules():
-        one._is_hf_initialized = False
-        kept = one._non_persistent_buffers_set
-        for leaf, buffer in one.named_buffers(recurse=False):
-            if buffer.is_meta and leaf in kept:
-                setattr(one, leaf, torch.empty_like(buffer, device=device))
-            else:
-                buffer._is_hf_initialized = True
-        for parameter in one.parameters(recurse=False):
-            parameter._is_hf_initialized = True
-    if is_transformers(module):
-        module.initialize_weights()
+    """Make the tensors that checkpoints lack, and let FSDP take over all of them."""
+    compute_buffers(module, device)
     left = [name for name, tensor in module.state_dict().items() if tensor.is_meta]
     assert not left, f"nothing was loaded into {left[:3]}"
     # FSDP takes over the tensors of its modules after this.
@@ -489,6 +475,11 @@ class ShardedBase:
         """Not available on one rank: all ranks gather the tensors together
         (`RankLearner.gather`)."""
         raise AssertionError("a rank has shards only")
+
+    def rounded(self) -> DeferredTensors:
+        """Return the tensors that engines load by the names of the model. They are gathered when
+        they are read, which all ranks must do in the same order."""
+        return self.format.rounded(self.tensors, whole)
 
 
 def shared_base(
@@ -541,6 +532,10 @@ class GatheredBase:
     def weights(self) -> DeferredTensors:
         """Return the tensors that engines load, in shared memory."""
         return unchanged(self._gather())
+
+    def rounded(self) -> DeferredTensors:
+        """Not available without the ranks, which compute with them (`GangLearner.proof`)."""
+        raise AssertionError("the lead has no weights")
 
 
 def adapted_outline(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,8 +31,9 @@ from troupe.algorithms.linear_loss import (
     linear_scores,
 )
 from troupe.algorithms.logprobs import selective_log_softmax
-from troupe.checkpoints.adapters import Tensors, distinct_tensors
-from troupe.checkpoints.format import CheckpointFormat
+from troupe.checkpoints.adapters import Tensors, adapted, distinct_tensors
+from troupe.checkpoints.format import CheckpointFormat, is_transformers
+from troupe.checkpoints.proof import Proof, Proven, Prover
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.mixtures import Routers, RoutingShape
 from troupe.rpc import FailedPrecondition
@@ -90,6 +91,32 @@ class TrainedModel:
     def format(self) -> CheckpointFormat:
         """Names and shapes of the model's tensors in a checkpoint, in the published type."""
         return CheckpointFormat(self.module, self._published_type)
+
+    def proof(self, passage: Sequence[int], what: Proven) -> Proof | None:
+        """Return the proof of what is published, or of the base under an adapter, computed on the
+        device; see `PolicyLearner.proof`."""
+        if not is_transformers(self.module):
+            return None
+        if self._adapter is None:
+            tensors = self.format.rounded(self.weights(), self._whole)
+            return self._prover.prove(tensors, passage)
+        base = self._adapter.base.rounded()
+        if what == "base":
+            return self._prover.prove(base, passage, what=what)
+        content = self._adapter.content(self._published_type)
+        whole = {name: self._whole(tensor) for name, tensor in content.tensors.items()}
+        content = replace(content, tensors=whole)
+        served = adapted(base, content, exact=False)
+        return self._prover.prove(adapted(base, content), passage, served=served)
+
+    @functools.cached_property
+    def _prover(self) -> Prover:
+        return Prover(self.module.config, self.device)
+
+    @staticmethod
+    def _whole(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor of one of the model's."""
+        return tensor
 
     def published(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors that engines load, in the published type: parameters and persistent

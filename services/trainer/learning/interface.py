@@ -26,6 +26,7 @@ from services.trainer.learning.samples import Load
 from services.trainer.sending import Conversation, UpdateGroups, send_buckets
 from services.trainer.state.training_state import KeptState, Snapshot
 from troupe.checkpoints.adapters import Tensors
+from troupe.checkpoints.proof import Proof, Proven
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -162,6 +163,14 @@ class PolicyLearner(ABC, Generic[R]):
         the caller leaves or acknowledges too late.
         """
         send_buckets(wanted, self.published().items(), groups, conversation)
+
+    def proof(self, passage: Sequence[int], what: Proven = "published") -> Proof | None:
+        """Return the log-probs that a server of the published tensors, or of the base under an
+        adapter, must give a prompt, computed on the devices. None where there is no language model.
+
+        `passage`: token ids of a text, of which the prompt is made; empty without a tokenizer.
+        """
+        return None
 
     # The state of a version, which outlives the process.
 

@@ -57,6 +57,7 @@ from troupe.algorithms.losses import normalizer, preference_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.adapters import Tensors
+from troupe.checkpoints.proof import Proof, Proven
 from troupe.contracts import metric_names
 from troupe.job import JobSpec
 from troupe.job.algorithm import DistillationSpec
@@ -676,6 +677,10 @@ class Learner(PolicyLearner[Row]):
     def published(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors that engines load (`TrainedModel.published`)."""
         return self._trained.published()
+
+    def proof(self, passage: Sequence[int], what: Proven = "published") -> Proof | None:
+        """See `PolicyLearner`."""
+        return self._trained.proof(passage, what)
 
     def weights(self) -> Tensors:
         """Trained weights in full precision; not copies (`TrainedModel.weights`)."""

@@ -320,6 +320,9 @@ class AdaptedBase(Protocol):
     def weights(self) -> DeferredTensors:
         """Return the tensors that engines load, in checkpoint format."""
 
+    def rounded(self) -> DeferredTensors:
+        """Return the same values by the names of the model."""
+
 
 class FrozenBase:
     """A model that is never trained, in the published dtype, on one device."""
@@ -334,6 +337,10 @@ class FrozenBase:
         """Return the tensors that engines load, in checkpoint format; converted when they are
         read."""
         return self._format.of(distinct_tensors(self.module))
+
+    def rounded(self) -> DeferredTensors:
+        """Return the same values by the names of the model."""
+        return self._format.rounded(distinct_tensors(self.module))
 
     def twin(self) -> Any:
         """Return a module over the same tensors; layers put into it do not change other twins."""

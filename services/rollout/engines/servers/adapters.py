@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from services.rollout.engines.servers.interface import SERVER_ERRORS
 from services.rollout.engines.servers.managed import ManagedServer
 from services.rollout.engines.servers.update import prove
 from services.rollout.engines.servers.verification import update_failed
-from services.rollout.engines.weights import Adapted
+from services.rollout.engines.weights import Adapted, refused_adapter
+from troupe.checkpoints.adapters import MergeMismatch
 from troupe.v1 import common_pb2 as common_pb
 
 log = logging.getLogger(__name__)
@@ -76,10 +76,11 @@ class AdapterVersions:
             raise _refused(server, ref, name, str(error)) from error
         self._names.add(name)
         try:
-            # By a forward pass over base and adapter, merged.
-            parts = adapted.parts(server.layout, ref.key)
-            proof = await asyncio.to_thread(server.updater.reference.proof, parts)
+            proof = await server.updater.proof_of(ref, adapted.base.tensors, content)
             await prove(server.api, proof, ref, adapter=name)
+        except MergeMismatch as error:
+            await self._unload(name)
+            raise refused_adapter(str(error), ref.key) from error
         except BaseException:
             await self._unload(name)
             raise

@@ -388,7 +388,7 @@ class ManagedServer:
             loader,
             spec.language_model,
             self.layout,
-            self._policy,
+            self.max_context,
             keep=spec.engine.in_flight == "keep",
             keep_cache=spec.engine.cache == "keep",
         )

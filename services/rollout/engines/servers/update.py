@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from transformers import PreTrainedModel
@@ -17,15 +18,17 @@ from services.rollout.engines.servers.interface import (
 )
 from services.rollout.engines.servers.loaders import Loader, NewWeights, Tensors
 from services.rollout.engines.servers.verification import (
-    PROOFS,
     Fingerprint,
+    LocalProofs,
     NamesCheck,
-    Proof,
-    ReferenceModel,
     update_failed,
 )
+from troupe.checkpoints.adapters import AdapterContent
+from troupe.checkpoints.proof import Proof, ProofFailed
 from troupe.job import ModelSpec
 from troupe.v1 import common_pb2 as common_pb
+
+log = logging.getLogger(__name__)
 
 # Name of weights that nobody has verified: no version.
 UNNAMED: Final = "unverified"
@@ -40,8 +43,8 @@ class Updater:
 
     Prepare, while it serves -> pause (turns return to the server's queue, or stay where they are
     with their cache) -> load -> flush the cache -> name the version -> continue -> compare prompt
-    log-probs with a plain forward pass over the published weights. The first update also checks
-    that the server takes every name (`NamesCheck`).
+    log-probs with the version's proof. The first update also checks that the server takes every
+    name (`NamesCheck`).
     """
 
     def __init__(
@@ -51,20 +54,22 @@ class Updater:
         loader: Loader,
         model: ModelSpec,
         layout: PreTrainedModel,
-        policy: str,
+        max_context: int,
         *,
         keep: bool,
         keep_cache: bool = False,
     ) -> None:
-        """`layout`: the model without storage. `keep`: running turns continue after the update;
-        otherwise they are aborted. `keep_cache`: they continue with their keys and values."""
+        """`layout`: the model without storage. `max_context`: tokens of a turn. `keep`: running
+        turns continue after the update; otherwise they are aborted. `keep_cache`: they continue
+        with their keys and values."""
         self._keep = keep
         self._keep_cache = keep_cache
         self._server = server
         self._described = described
         self._loader = loader
-        self.reference = ReferenceModel(layout, model.weight_dtype, policy)
-        self._names = NamesCheck(self.reference, server.url, self._put, self._fingerprint)
+        self._max_context = max_context
+        self._local = LocalProofs(layout, model.weight_dtype)
+        self._names = NamesCheck(self._local, server.url, self._put, self._fingerprint)
 
     @property
     def way(self) -> str:
@@ -86,7 +91,7 @@ class Updater:
         other than `Refused`; the server then generates again, with unknown weights."""
         num_bytes, ref = weights.num_bytes, weights.ref
         proof, _ = await asyncio.gather(
-            PROOFS.of(self.reference, weights.tensors, ref.checksum), self._loader.prepare(weights)
+            self.proof_of(ref, weights.tensors), self._loader.prepare(weights)
         )
         before = await self._server.weights_digest(num_bytes) if changed else None
         await self._loader.reserve()
@@ -117,6 +122,17 @@ class Updater:
             raise
         await self._names.run(weights.tensors, ref)
         return paused
+
+    async def proof_of(
+        self, ref: common_pb.WeightsRef, tensors: Tensors, adapter: AdapterContent | None = None
+    ) -> Proof:
+        """The proof of a version: the one that came with it, else by `tensors`, with an `adapter`
+        over them. Raises `MergeMismatch`."""
+        proof = Proof.of(ref)
+        if proof is None:
+            log.info("version %d came without a proof: it is computed here", ref.version)
+            proof = await self._local.of(tensors, ref.checksum, adapter)
+        return proof.within(self._max_context)
 
     @property
     def _turns(self) -> RunningTurns:
@@ -164,7 +180,7 @@ class Updater:
         digest = await self._server.weights_digest(num_bytes)
         if digest is not None:
             return digest
-        return await _served_logprobs(self._server, self.reference.ids, "names")
+        return await _served_logprobs(self._server, self._local.ids, "names")
 
 
 async def prove(
@@ -184,11 +200,14 @@ async def prove(
     except TimeoutError as error:
         reason = f"the probe was not answered within {_ANSWER_SECONDS:g} s"
         raise update_failed(ref, reason) from error
-    proof.check(found, ref)
+    try:
+        proof.check(found)
+    except ProofFailed as error:
+        raise update_failed(ref, str(error)) from error
 
 
 async def _served_logprobs(
-    server: InferenceServer, ids: list[int], name: str, *, adapter: str | None = None
+    server: InferenceServer, ids: Sequence[int], name: str, *, adapter: str | None = None
 ) -> list[float]:
     """The server's log-probs of `ids[1:]`. Raises the server's errors, and TimeoutError."""
     key = f"probe-{name}-{time.monotonic_ns()}"

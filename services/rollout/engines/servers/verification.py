@@ -1,8 +1,8 @@
-"""Proof that a server serves a published version.
+"""Verification that a server serves a published version.
 
-A `Proof`: log-probs of a fixed prompt, computed here by a plain forward pass over the published
-weights, which the server must give too. `NamesCheck`: whether the server takes every tensor that is
-published.
+By a `Proof` (troupe/checkpoints/proof.py): log-probs that the server must give a prompt. The
+trainer's devices compute it; `LocalProofs` makes up for versions that came without one.
+`NamesCheck`: whether the server takes every tensor that is published.
 
 Loaders of servers skip names that they do not know without a word, and a server launched without
 weights then serves random ones in their place. The proof does not show all of that: the prompt
@@ -13,6 +13,7 @@ altered, and the server's fingerprint must change. Then the layer is restored.""
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import ChainMap, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -23,9 +24,8 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines.errors import Refused, UpdateFailed
-from services.rollout.engines.weights import skeleton
-from troupe.checkpoints.format import ModelArrangement
-from troupe.transfer import DeferredTensors
+from troupe.checkpoints.adapters import AdapterContent, adapted
+from troupe.checkpoints.proof import Proof, Prover, spread_ids
 from troupe.v1 import common_pb2 as common_pb
 
 log = logging.getLogger(__name__)
@@ -33,11 +33,8 @@ log = logging.getLogger(__name__)
 # A server's checksum of its weights, or its log-probs of a prompt.
 Fingerprint = str | list[float]
 
-# Prompt of the proof: long enough that every layer matters, short enough for a CPU forward pass.
+# Prompt of the check of names: long enough that every layer matters.
 _PROBE_TOKENS: Final = 16
-# Largest difference of a prompt log-prob between the server and a plain forward pass of the same
-# weights. float32 agrees to 1e-5; bfloat16 rounds to 3 digits, and kernels round differently.
-_TOLERANCE: Final = {"float32": 2e-3, "bfloat16": 0.5}
 # How far a tensor is altered, in units of its own size. Some (a bias of routing) need much.
 _STEPS: Final = (1.0, 40.0)
 # A kind that changes no log-prob by more than this in a plain forward pass cannot be detected.
@@ -52,97 +49,66 @@ _MOST_PROOFS: Final = 8
 _NOISE: Final = 1e-5
 
 
-@dataclass(frozen=True)
-class Proof:
-    """A prompt, and the log-probs that a plain forward pass over published weights gives it."""
+class LocalProofs:
+    """Proofs that are computed here, on the CPU, for a server's versions that came without one."""
 
-    ids: list[int]
-    # Log-probs of `ids[1:]`.
-    wanted: list[float]
-    allowed: float
+    def __init__(self, layout: PreTrainedModel, dtype: str) -> None:
+        """`layout`: the policy's model without storage; `dtype`: that of its published weights."""
+        self._config, self._dtype = layout.config, dtype
+        # A short prompt, for comparisons of a server with itself.
+        self.ids = spread_ids(layout.config, _PROBE_TOKENS)
 
-    def check(self, found: list[float], ref: common_pb.WeightsRef) -> None:
-        """Raise `UpdateFailed` unless the server's log-probs are those of the weights of `ref`."""
-        worst = largest_difference(found, self.wanted)
-        if not worst <= self.allowed:
-            raise update_failed(
-                ref,
-                f"prompt log-probs differ by {worst:.3g} from those of the published weights "
-                f"(allowed: {self.allowed:g})",
-            )
-
-
-class ReferenceModel:
-    """Computes with transformers, on the CPU, the log-probs that a server must give a prompt."""
-
-    def __init__(self, layout: PreTrainedModel, dtype: str, policy: str) -> None:
-        """`layout`: the policy's model without storage, in `dtype`."""
-        self._layout, self._dtype, self._policy = layout, dtype, policy
-        text = layout.config.get_text_config()
-        room = getattr(text, "max_position_embeddings", 64) // 2
-        self.identity = (layout.config.to_json_string(), dtype)
-        # The prompt: ids spread over the vocabulary.
-        self.ids = [(7919 * i + 3) % text.vocab_size for i in range(min(_PROBE_TOKENS, room))]
-
-    def proof(self, tensors: DeferredTensors) -> Proof:
-        """The proof of `tensors`, by the names of the model. Blocking: all of them are read
-        once."""
-        return Proof(self.ids, self._forward(tensors), _TOLERANCE[self._dtype])
+    @functools.cached_property
+    def _prover(self) -> Prover:
+        return Prover(self._config)
 
     def logprobs(self, published: Mapping[str, torch.Tensor]) -> list[float]:
-        """Log-probs of the prompt after its first token, by published tensors, which fit.
+        """Log-probs of the short prompt after its first token, by published tensors, which fit.
         Blocking."""
-        return self._forward(self.in_model(published))
-
-    def in_model(self, published: Mapping[str, torch.Tensor]) -> DeferredTensors:
-        """Published tensors, which fit, by the names of the model."""
-        return ModelArrangement.of(self._layout, published).arranged(published)
-
-    def _forward(self, tensors: DeferredTensors) -> list[float]:
-        """Log-probs of the prompt; each layer has its weights only while it is computed."""
-        model = skeleton(self._layout.config, self._dtype, self._policy)
-        if getattr(model.config, "_experts_implementation", None) is not None:
-            # Other implementations read every expert; a prompt needs a few.
-            model.set_experts_implementation("eager")
-        by_layer: dict[str, list[int]] = {}
-        for number, group in enumerate(tensors.groups):
-            layers = {_layer_of(model, name) for name in group.layout}
-            layer = layers.pop() if len(layers) == 1 else ""
-            by_layer.setdefault(layer, []).append(number)
-        slots = model.state_dict(keep_vars=True)
-        for number in by_layer.pop("", []):
-            _set(slots, tensors.made(number))
-        for layer, numbers in by_layer.items():
-            _load_while_computing(slots, model.get_submodule(layer), tensors, numbers)
-        with torch.no_grad():
-            logits = model(torch.tensor([self.ids]), use_cache=False).logits[0, :-1].float()
-        table = torch.log_softmax(logits, dim=-1)
-        chosen = torch.tensor(self.ids[1:]).unsqueeze(1)
-        found: list[float] = table.gather(1, chosen).squeeze(1).tolist()
+        model = self._prover.reference
+        found: list[float] = model.logprobs(model.arranged(published), self.ids).tolist()
         return found
+
+    async def of(
+        self, published: Mapping[str, torch.Tensor], checksum: str, adapter: AdapterContent | None
+    ) -> Proof:
+        """The proof of published tensors, whose checksum is `checksum`, also with an `adapter` over
+        them. Of weights without one it is computed once for all engines of this process that load
+        them: a forward pass reads every weight.
+
+        Raises `MergeMismatch`.
+        """
+        if adapter is not None:
+            return await asyncio.to_thread(self._prove, published, adapter)
+        key = checksum, self._config.to_json_string(), self._dtype
+        return await _PROOFS.of(key, lambda: self._prove(published, None))
+
+    def _prove(
+        self, published: Mapping[str, torch.Tensor], adapter: AdapterContent | None
+    ) -> Proof:
+        tensors = self._prover.reference.arranged(published)
+        if adapter is None:
+            return self._prover.prove(tensors, ())
+        served = adapted(tensors, adapter, exact=False)
+        return self._prover.prove(adapted(tensors, adapter), (), served=served)
 
 
 class SharedProofs:
-    """Proofs of published weights, each computed once for all engines of this process that load
-    them: a forward pass reads every weight."""
+    """Proofs of published weights, each computed once."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[Any, ...], Proof] = OrderedDict()
         # Those that are being computed, by event loop.
         self._tasks: dict[tuple[Any, ...], asyncio.Task[Proof]] = {}
 
-    async def of(
-        self, reference: ReferenceModel, tensors: Mapping[str, torch.Tensor], checksum: str
-    ) -> Proof:
-        """The proof of `tensors`, whose checksum is `checksum`, by the model of `reference`."""
-        key = (checksum, *reference.identity)
+    async def of(self, key: tuple[Any, ...], compute: Callable[[], Proof]) -> Proof:
+        """The proof of `key`, which `compute` makes in a thread unless it is known."""
         if (known := self._known.get(key)) is not None:
             return known
         running = (asyncio.get_running_loop(), *key)
         task = self._tasks.get(running)
         if task is None:
-            compute = asyncio.to_thread(lambda: reference.proof(reference.in_model(tensors)))
-            task = self._tasks[running] = asyncio.ensure_future(compute)
+            task = self._tasks[running] = asyncio.ensure_future(asyncio.to_thread(compute))
             task.add_done_callback(lambda _: self._tasks.pop(running, None))
         proof = await asyncio.shield(task)
         self._known[key] = proof
@@ -151,7 +117,7 @@ class SharedProofs:
         return proof
 
 
-PROOFS: Final = SharedProofs()
+_PROOFS: Final = SharedProofs()
 
 
 class NamesCheck:
@@ -159,7 +125,7 @@ class NamesCheck:
 
     def __init__(
         self,
-        reference: ReferenceModel,
+        reference: LocalProofs,
         server: str,
         put: Callable[[Mapping[str, torch.Tensor], int | None], Awaitable[None]],
         fingerprint: Callable[[int], Awaitable[Fingerprint]],
@@ -318,40 +284,3 @@ def _not_taken(ref: common_pb.WeightsRef, kind: _Kind) -> Exception:
 def largest_difference(these: list[float], those: list[float]) -> float:
     """Largest difference between log-probs of the same tokens; NaN if one of them is NaN."""
     return float((torch.tensor(these) - torch.tensor(those)).abs().max())
-
-
-def _layer_of(model: PreTrainedModel, name: str) -> str:
-    """The layer (an item of a module list) that a parameter is in; empty outside layers."""
-    parts = name.split(".")
-    for at, part in enumerate(parts[:-1]):
-        if part.isdigit() and isinstance(
-            model.get_submodule(".".join(parts[:at])), torch.nn.ModuleList
-        ):
-            return ".".join(parts[: at + 1])
-    return ""
-
-
-def _load_while_computing(
-    slots: Mapping[str, torch.Tensor],
-    layer: torch.nn.Module,
-    tensors: DeferredTensors,
-    numbers: list[int],
-) -> None:
-    """Hooks that set the weights of `layer` before it computes, and remove them afterwards."""
-    names = [name for number in numbers for name in tensors.groups[number].layout]
-    before = {name: slots[name].data for name in names}
-
-    def load(*_: Any) -> None:
-        for number in numbers:
-            _set(slots, tensors.made(number))
-
-    def unload(*_: Any) -> None:
-        _set(slots, before)
-
-    layer.register_forward_pre_hook(load)
-    layer.register_forward_hook(unload, always_call=True)
-
-
-def _set(slots: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        slots[name].data = tensor
