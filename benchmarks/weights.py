@@ -16,7 +16,8 @@ and verified. Two kinds of engines:
   variables of the slow tests), with a model of half a billion parameters (`--small`: 47 million);
   the former ways, by handles and by value, beside reading in place.
 
-The last line is one JSON object. `copies`: bytes that this host's memory grew by while a first
+The last line is one JSON object. `proof_on_trainer`: whether versions come with proofs that the
+trainer's device has computed (`benchmarks.transfer.proofs`). `copies`: bytes that this host's memory grew by while a first
 version was published and loaded (files in shared memory, and this process's own memory, which is
 trainer and rollout service; not what servers hold), per byte of it. `paused_fraction`: of the
 update (publishing to verified), in which one engine generated nothing. `four_over_one`: seconds of
@@ -46,6 +47,7 @@ from transformers import AutoConfig
 
 from benchmarks.command import finish, run_program, scratch
 from benchmarks.sglang import HALF_BILLION, TINY
+from benchmarks.transfer.proofs import proof_on_trainer
 from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.sglang.engine import SglangEngine
@@ -527,6 +529,7 @@ def main() -> None:
     four = seconds[4] / seconds[1] if {1, 4} <= seconds.keys() else None
     found = {
         "kind": "sglang" if options.real else "paced",
+        "proof_on_trainer": asyncio.run(proof_on_trainer()),
         "copies": round(max(row.copies for row in in_place), 3),
         "paused_fraction": round(
             max(row.paused_fraction for row in in_place if row.num_bytes == largest), 4

@@ -190,9 +190,6 @@ class Rank:
                 member.receive(header["tensors"], path)
             case "gather":
                 member.gather(header["what"], path)
-            case "prove":
-                proof = member.proof(header["passage"], header["what"])
-                return {"proof": None if proof is None else proof.to_text()}
             case "send":
                 talk = None if self._channel is None else RankConversation(self._channel)
                 member.send(WantedWeights.FromString(order.body), self._update_groups, talk)
@@ -200,6 +197,9 @@ class Rank:
                 return {"values": member.suspend(path)}
             case "resume":
                 member.resume(header["tensors"], header["values"], path)
+            case "prove":
+                proof = member.proof(header["passage"], header["what"])
+                return {"proof": None if proof is None else proof.to_text()}
             case _:
                 raise AssertionError(f"there is no order '{name}'")
         return None

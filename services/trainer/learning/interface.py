@@ -147,6 +147,14 @@ class PolicyLearner(ABC, Generic[R]):
         """Return the tensors that engines load, by their names in a checkpoint, in the published
         dtype."""
 
+    def proof(self, passage: Sequence[int], what: Proven = "published") -> Proof | None:
+        """Return the log-probs that a server of the published tensors, or of the base under an
+        adapter, must give a prompt, computed on the devices. None where there is no language model.
+
+        `passage`: token ids of a text, of which the prompt is made; empty without a tokenizer.
+        """
+        return None
+
     @abstractmethod
     def weights(self) -> Tensors:
         """Return the trained weights, whole and in the dtype of training; not copies."""
@@ -163,14 +171,6 @@ class PolicyLearner(ABC, Generic[R]):
         the caller leaves or acknowledges too late.
         """
         send_buckets(wanted, self.published().items(), groups, conversation)
-
-    def proof(self, passage: Sequence[int], what: Proven = "published") -> Proof | None:
-        """Return the log-probs that a server of the published tensors, or of the base under an
-        adapter, must give a prompt, computed on the devices. None where there is no language model.
-
-        `passage`: token ids of a text, of which the prompt is made; empty without a tokenizer.
-        """
-        return None
 
     # The state of a version, which outlives the process.
 

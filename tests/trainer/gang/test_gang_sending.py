@@ -10,15 +10,10 @@ import pytest
 import torch
 
 from services.trainer.gang.gang import Gangs
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.sending import UpdateGroups
 from services.trainer.settings import TrainerSettings
-from tests.support.training import tiny_config
 from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, together
-from troupe.checkpoints.proof import Proven
 from troupe.contracts import kinds
-from troupe.job import JobSpec
 from troupe.rpc import Aborted
 from troupe.v1 import trainer_pb2 as trainer_pb
 
@@ -72,43 +67,6 @@ def test_the_published_tensors_of_a_gang_are_sent(tokenizer: Path, gangs: Gangs)
         gang.accumulate(rows_of(gang_spec(tokenizer), 6, step))
         assert gang.apply(step).applied
     assert not gang.lost
-    gang.release()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_gang_proves_what_one_device_does(
-    tokenizer: Path, gangs: Gangs, dtype: str, lora: bool
-) -> None:
-    """Of sharded weights, experts among them, and of adapters and their base."""
-    mixture = {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4}
-    config = tiny_config(**mixture, num_experts_per_tok=2)
-    model = {"config": config, "tokenizer": str(tokenizer), "dtype": dtype}
-    values = gang_spec(tokenizer, model=model).model_dump()
-    if lora:
-        values["policies"]["solver"]["lora"] = {"rank": 3, "alpha": 6}
-    spec = JobSpec.model_validate(values)
-    gang = together(gangs, spec, double=False)
-    own, cpu = spec.policies["solver"], torch.device("cpu")
-    whole = (
-        load_adapted("solver", own, spec.seed, cpu)
-        if lora
-        else load_model("solver", own, spec.seed)
-    )
-    one = Learner(whole, spec, "solver")
-    for step in range(2):
-        one.restore(gang.weights(), gang.moments())
-        whats: tuple[Proven, ...] = ("published", "base") if lora else ("published",)
-        for what in whats:
-            ours, theirs = gang.proof((), what), one.proof((), what)
-            assert ours is not None
-            assert theirs is not None
-            assert ours.ids == theirs.ids
-            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
-            assert ours.allowed == pytest.approx(theirs.allowed, rel=0.5)
-            theirs.check(ours.logprobs)
-        gang.accumulate(rows_of(gang_spec(tokenizer), 6, step))
-        assert gang.apply(step).applied
     gang.release()
 
 
