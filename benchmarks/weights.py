@@ -16,12 +16,15 @@ and verified. Two kinds of engines:
   variables of the slow tests), with a model of half a billion parameters (`--small`: 47 million);
   the former ways, by handles and by value, beside reading in place.
 
-The last line is one JSON object. `proof_on_trainer`: whether versions come with proofs that the
-trainer's device has computed (`benchmarks.transfer.proofs`). `copies`: bytes that this host's memory grew by while a first
+The last line is one JSON object. `copies`: bytes that this host's memory grew by while a first
 version was published and loaded (files in shared memory, and this process's own memory, which is
 trainer and rollout service; not what servers hold), per byte of it. `paused_fraction`: of the
 update (publishing to verified), in which one engine generated nothing. `four_over_one`: seconds of
 an update of four engines over those of one. They are of the largest paced size, `real` of servers.
+`gathers_per_version` (paced): how often the ranks of a gang gather a version that is published, and
+that three servers load from the trainer's device (`benchmarks.transfer.gathers`).
+`proof_on_trainer`: whether versions come with proofs that the trainer's device has computed
+(`benchmarks.transfer.proofs`).
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ from transformers import AutoConfig
 
 from benchmarks.command import finish, run_program, scratch
 from benchmarks.sglang import HALF_BILLION, TINY
+from benchmarks.transfer.gathers import gathers_per_version
 from benchmarks.transfer.proofs import proof_on_trainer
 from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.embedded import EmbeddedEngine
@@ -539,6 +543,8 @@ def main() -> None:
         "gigabytes": round(largest / 1e9, 2),
         "update_seconds": {str(count): round(value, 3) for count, value in seconds.items()},
     }
+    if not options.real:
+        found["gathers_per_version"] = asyncio.run(gathers_per_version())
     finish(found, quiet=options.json)
 
 

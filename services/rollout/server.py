@@ -224,7 +224,7 @@ class RolloutService(rollout_grpc.RolloutServicer):
         # Not for a repeated version, to which the engines may still be on their way.
         newer = request.weights.version > policy.weights.version
         transfer = await policy.prefetch(request.weights)
-        exposed = await policy.update(request.weights)
+        exposed = await policy.update(request.weights, max(1, request.workers))
         if newer:
             self._runner.policy_updated(job.job_id, policy.name)
         self._metrics.updated(job.job_id, policy.name, exposed, transfer)

@@ -88,7 +88,7 @@ class PolicyBinding:
             nccl=packages.nccl or "",
         )
         if device.type == "cuda" and (own := find_devices()):
-            trained_on.device_uuid = own[0].uuid  # of a gang, too: its rank 0 gathers
+            trained_on.device_uuid = own[0].uuid  # of a gang, too: this process sends
         publication = Publication(transfer, job_id, policy, trained_on)
         self.versions = Versions(spec, settings, device, states, publication)
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)

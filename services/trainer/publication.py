@@ -94,6 +94,10 @@ class Publication:
             return self.publish(version, tensors, prove())
         return self.reference(version, checksum, manifest.num_bytes, manifest.metadata)
 
+    def tensors(self, version: int, checksum: str) -> Mapping[str, torch.Tensor]:
+        """The published tensors of a version, in shared memory. Raises KeyNotFound, Corrupt."""
+        return self._transfer.get(self.key(version), expected_checksum=checksum)[0]
+
     def existing(self, version: int, checksum: str) -> common_pb.WeightsRef | None:
         """The published version with this checksum, copied to this host; None if no host has it."""
         try:

@@ -336,6 +336,13 @@ class Versions:
         same = (self.weights.version, self.weights.checksum) == (version, checksum)
         return same and self.made and not (self.dirty or self._rounded or self.learner.lost)
 
+    def published(self, version: int, checksum: str) -> Mapping[str, torch.Tensor]:
+        """Return the published tensors of a version, in shared memory. In any thread.
+
+        Raises KeyNotFound once it is deleted, Corrupt.
+        """
+        return self._publication.tensors(version, checksum)
+
     @property
     def learner(self) -> PolicyLearner[Any]:
         """The policy's learner; only after `of`."""

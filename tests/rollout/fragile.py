@@ -7,7 +7,7 @@ import threading
 
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed
-from services.rollout.engines.requests import EngineResponse
+from services.rollout.engines.requests import EngineResponse, UpdateWave
 from services.rollout.engines.turns import EngineTurn
 from tests.support.waiting import PATIENCE
 from troupe.job import PolicySpec
@@ -57,12 +57,14 @@ class FragileEngine(EmbeddedEngine):
             await asyncio.Event().wait()
         return await super()._serve(turn)
 
-    async def update_weights(self, ref: common_pb.WeightsRef, transfer: Transfer) -> float:
+    async def update_weights(
+        self, ref: common_pb.WeightsRef, transfer: Transfer, wave: UpdateWave | None = None
+    ) -> float:
         if self.failing_updates:
             self.failing_updates -= 1
             raise UpdateFailed("the link broke")
         await asyncio.sleep(self.update_delay)
-        exposed = await super().update_weights(ref, transfer)
+        exposed = await super().update_weights(ref, transfer, wave)
         self.updates.append(ref.version)
         return exposed
 

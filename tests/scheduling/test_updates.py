@@ -72,6 +72,17 @@ def test_idle_engines_and_those_that_serve_nothing_load_first() -> None:
     assert next_wave(fleet) == ("stale", "idle")
 
 
+@given(engines=fleets, overlapping=st.booleans())
+def test_engines_that_load_from_the_trainers_device_load_in_one_wave(
+    engines: list[UpdatingEngine], overlapping: bool
+) -> None:
+    none: frozenset[str] = frozenset()
+    together = [replace(one, devices=none, together=True) for one in engines]
+    others = [UpdatingEngine(f"other{n}", none, True, True) for n in range(3)]
+    wave = next_wave([*others, *together], overlapping=overlapping)
+    assert {one.engine_id for one in together} <= set(wave)
+
+
 @given(engines=fleets)
 def test_between_steps_that_do_not_overlap_engines_without_turns_load_at_once(
     engines: list[UpdatingEngine],

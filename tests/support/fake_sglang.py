@@ -84,6 +84,9 @@ class FakeSglang:
         self.session = False
         self.buckets_left = -1
         """A fault: after so many buckets of weights it refuses the next; negative: never."""
+        self.buckets_to_death = -1
+        """A fault: after so many buckets by broadcast its process ends at the next; negative:
+        never."""
         self.calls: dict[str, Call] = {}
         self.bodies: list[dict[str, Any]] = []
         """What `/generate` was asked for."""

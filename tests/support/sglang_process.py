@@ -22,6 +22,8 @@ def main() -> None:
     parser.add_argument("--served-model-name", default="m")
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--context-length", type=int, default=256)
+    parser.add_argument("--refuses-after", type=int, default=-1, help="buckets of weights")
+    parser.add_argument("--dies-after", type=int, default=-1, help="buckets of weights")
     given, _ = parser.parse_known_args()
     fake = FakeSglang(json.loads((given.model_path / "config.json").read_text()))
     fake.info |= {
@@ -29,6 +31,7 @@ def main() -> None:
         "tp_size": given.tp_size,
         "context_length": given.context_length,
     }
+    fake.buckets_left, fake.buckets_to_death = given.refuses_after, given.dies_after
     uvicorn.run(fake.app, port=given.port, log_level="warning", lifespan="off")
 
 

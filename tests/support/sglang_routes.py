@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -261,6 +262,9 @@ def _group_routes(fake: FakeSglang) -> None:
         if group is None or fake.buckets_left == 0:
             return _outcome(False, f"Failed to receive weights: Group {body.group_name} not in")
         fake.buckets_left -= 1
+        if fake.buckets_to_death == 0:
+            os._exit(9)
+        fake.buckets_to_death -= 1
         assert body.load_format == "flattened_bucket"
         (dtype,) = set(body.dtypes)
         sizes = [torch.Size(shape).numel() for shape in body.shapes]

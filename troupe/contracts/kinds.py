@@ -60,6 +60,10 @@ UPDATE_GROUP_FAILED: Final = "update_group_failed"
 """Raised by a trainer whose process group with an inference server failed. The engine takes another
 way, and does not try this one again."""
 
+UPDATE_PEER_FAILED: Final = "update_peer_failed"
+"""Raised by a trainer whose process group was lost with another inference server. The engine takes
+another way this once."""
+
 GANG_TOO_LARGE: Final = "gang_too_large"
 """Raised by a trainer that cannot lead so many ranks. The orchestrator tries another worker."""
 

@@ -581,6 +581,8 @@ class UpdatingEngine:
     waits: bool
     turns: int = 0
     """In flight on it."""
+    together: bool = False
+    """It loads from the trainer's device, which sends to all such engines at once."""
 
 
 def next_wave(engines: Sequence[UpdatingEngine], *, overlapping: bool = True) -> tuple[str, ...]:
@@ -591,6 +593,7 @@ def next_wave(engines: Sequence[UpdatingEngine], *, overlapping: bool = True) ->
     Of S serving ones at least S // 2 go on, a single one excepted; none where no turn runs and, as
     steps do not overlap, none comes before the update has ended. Engines that do not serve load
     at once, then those with the fewest turns; of engines with a device in common one is in a wave.
+    Of engines that load `together` none waits for another: one load serves them all, and is short.
     """
     serving = sum(engine.serves for engine in engines)
     room = max(1, serving - max(1, serving // 2))
@@ -598,10 +601,11 @@ def next_wave(engines: Sequence[UpdatingEngine], *, overlapping: bool = True) ->
         room = serving
     taken: set[str] = set()
     wave: list[str] = []
-    for engine in sorted(engines, key=lambda one: (one.serves, one.turns, one.engine_id)):
+    order = sorted(engines, key=lambda e: (not e.together, e.serves, e.turns, e.engine_id))
+    for engine in order:
         if not engine.waits or taken & engine.devices:
             continue
-        if engine.serves:
+        if engine.serves and not engine.together:
             if not room:
                 continue
             room -= 1

@@ -7,6 +7,7 @@ bucket is its `BucketFormat` (`troupe.transfer.formats`).
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from troupe.transfer.checksum import dtype_name
+from troupe.transfer.staging import upload
 
 
 @dataclass(frozen=True)
@@ -30,27 +32,35 @@ class FlatBucket:
         return dtype_name(self.flat.dtype)
 
 
-def flat_buckets(named: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[FlatBucket]:
-    """Copies of `named` in buckets of at most `limit` bytes, on the tensors' device; a larger
-    tensor is a bucket of its own. Read lazily: a few tensors and one bucket are in memory."""
+def flat_buckets(
+    named: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
+) -> Iterator[FlatBucket]:
+    """Copies of `named` in buckets of at most `limit` bytes, on `device`; a larger tensor is a
+    bucket of its own. Read lazily: a few tensors and one bucket are in memory."""
     open_: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
         bucket = open_.setdefault(tensor.dtype, [])
         if bucket and sum(one.nbytes for _, one in bucket) + tensor.nbytes > limit:
-            yield _joined(bucket)
+            yield _joined(bucket, device)
             bucket.clear()
         bucket.append((name, tensor.detach()))
     for bucket in open_.values():
-        yield _joined(bucket)
+        yield _joined(bucket, device)
 
 
-def _joined(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
+def _joined(bucket: list[tuple[str, torch.Tensor]], device: torch.device) -> FlatBucket:
     shapes = {name: tensor.shape for name, tensor in bucket}
-    return FlatBucket(torch.cat([tensor.reshape(-1) for _, tensor in bucket]), shapes)
+    flats = [tensor.reshape(-1) for _, tensor in bucket]
+    if device.type != "cuda" or flats[0].is_cuda:
+        return FlatBucket(torch.cat(flats), shapes)
+    joined = torch.empty(sum(map(len, flats)), dtype=flats[0].dtype, device=device)
+    ends = list(itertools.accumulate(map(len, flats)))
+    upload((joined[end - len(flat) : end], flat) for end, flat in zip(ends, flats, strict=True))
+    return FlatBucket(joined, shapes)
 
 
 class JoinedGroup(ABC):
-    """A process group of the trainer, which is rank 0, and the ranks of one server."""
+    """A process group of the trainer, which is rank 0, and the ranks of servers."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> Any:

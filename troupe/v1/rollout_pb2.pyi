@@ -630,7 +630,12 @@ class UpdateWeightsRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    workers: _builtins.int
+    """Rollout workers that are asked for this at the same time: the trainer sends to all of their
+    servers together. 0 is taken as 1.
+    """
     @_builtins.property
     def weights(self) -> _common_pb2.WeightsRef: ...
     def __init__(
@@ -638,10 +643,11 @@ class UpdateWeightsRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         weights: _common_pb2.WeightsRef | None = ...,
+        workers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

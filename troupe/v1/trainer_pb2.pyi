@@ -26,21 +26,29 @@ class SendWeightsRequest(_message.Message):
 
     WANTED_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def wanted(self) -> Global___WantedWeights: ...
     @_builtins.property
     def acknowledged(self) -> Global___WeightsAcknowledged: ...
+    @_builtins.property
+    def failed(self) -> Global___WeightsFailed:
+        """The server did not load a bucket. The trainer ends the call with an error that says whether
+        this server is at fault ("update_group_failed") or another one ("update_peer_failed").
+        """
+
     def __init__(
         self,
         *,
         wanted: Global___WantedWeights | None = ...,
         acknowledged: Global___WeightsAcknowledged | None = ...,
+        failed: Global___WeightsFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "message", b"message", "wanted", b"wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "failed", b"failed", "message", b"message", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "message", b"message", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "failed", b"failed", "message", b"message", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["wanted", "acknowledged"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["wanted", "acknowledged", "failed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -58,6 +66,7 @@ class WantedWeights(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    WAVE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     policy: _builtins.str
     version: _builtins.int
@@ -72,6 +81,10 @@ class WantedWeights(_message.Message):
     """A group that the server has joined before; empty if there is none."""
     format: _builtins.str
     """How the server takes tensors: a name in troupe.transfer.formats."""
+    @_builtins.property
+    def wave(self) -> Global___UpdateWave:
+        """The servers that a rollout worker updates together with this one. The trainer waits for them."""
+
     def __init__(
         self,
         *,
@@ -83,14 +96,43 @@ class WantedWeights(_message.Message):
         ranks: _builtins.int = ...,
         group: _builtins.str = ...,
         format: _builtins.str = ...,
+        wave: Global___UpdateWave | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wave", b"wave"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "format", b"format", "group", b"group", "job_id", b"job_id", "policy", b"policy", "ranks", b"ranks", "version", b"version", "way", b"way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "format", b"format", "group", b"group", "job_id", b"job_id", "policy", b"policy", "ranks", b"ranks", "version", b"version", "wave", b"wave", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WantedWeights: _TypeAlias = WantedWeights  # noqa: Y015
+
+@_typing.final
+class UpdateWave(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAVE_ID_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    wave_id: _builtins.str
+    """Unique to the wave."""
+    servers: _builtins.int
+    """Servers of the wave, each with a call of its own."""
+    workers: _builtins.int
+    """Rollout workers that update the policy at the same time, each with a wave of its own."""
+    def __init__(
+        self,
+        *,
+        wave_id: _builtins.str = ...,
+        servers: _builtins.int = ...,
+        workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["servers", b"servers", "wave_id", b"wave_id", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWave: _TypeAlias = UpdateWave  # noqa: Y015
 
 @_typing.final
 class WeightsAcknowledged(_message.Message):
@@ -108,6 +150,25 @@ class WeightsAcknowledged(_message.Message):
 Global___WeightsAcknowledged: _TypeAlias = WeightsAcknowledged  # noqa: Y015
 
 @_typing.final
+class WeightsFailed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsFailed: _TypeAlias = WeightsFailed  # noqa: Y015
+
+@_typing.final
 class SendWeightsEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -120,7 +181,7 @@ class SendWeightsEvent(_message.Message):
 
     @_builtins.property
     def ready(self) -> Global___WeightsReady:
-        """It is this caller's turn: the server may be paused now."""
+        """The wave is complete: the server may be paused now."""
 
     @_builtins.property
     def bucket(self) -> Global___WeightBucket: ...
@@ -143,7 +204,7 @@ Global___SendWeightsEvent: _TypeAlias = SendWeightsEvent  # noqa: Y015
 
 @_typing.final
 class UpdateGroup(_message.Message):
-    """A process group of the trainer (rank 0) and the ranks of a server."""
+    """A process group of the trainer (rank 0) and the ranks of all servers of a wave."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -152,12 +213,15 @@ class UpdateGroup(_message.Message):
     PORT_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    RANK_OFFSET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     port: _builtins.int
     backend: _builtins.str
     """"nccl" or "gloo"."""
     world_size: _builtins.int
+    rank_offset: _builtins.int
+    """The first of the server's ranks."""
     def __init__(
         self,
         *,
@@ -166,10 +230,11 @@ class UpdateGroup(_message.Message):
         port: _builtins.int = ...,
         backend: _builtins.str = ...,
         world_size: _builtins.int = ...,
+        rank_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "host", b"host", "name", b"name", "port", b"port", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "host", b"host", "name", b"name", "port", b"port", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -247,10 +247,11 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SendWeights(self, request_iterator, context):
-        """Sends the committed weights of a bound policy from its devices to one inference server. The
+        """Sends the committed weights of a bound policy through its device to one inference server. The
         caller, which has the server, first sends a request; then it acknowledges `ready`, and each
-        bucket once the server has loaded it. Between micro-batches; nothing is applied meanwhile.
-        Refused when the devices already hold other weights.
+        bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
+        it is made once. A server that fails or leaves costs only itself, and those that are in a
+        process group with it the way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

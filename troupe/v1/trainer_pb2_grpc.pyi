@@ -83,10 +83,11 @@ class TrainerStub:
     leaves the stream. One event when they have started; an error if they end earlier.
     """
     SendWeights: _grpc.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]
-    """Sends the committed weights of a bound policy from its devices to one inference server. The
+    """Sends the committed weights of a bound policy through its device to one inference server. The
     caller, which has the server, first sends a request; then it acknowledges `ready`, and each
-    bucket once the server has loaded it. Between micro-batches; nothing is applied meanwhile.
-    Refused when the devices already hold other weights.
+    bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
+    it is made once. A server that fails or leaves costs only itself, and those that are in a
+    process group with it the way.
     """
 
 @_typing.type_check_only
@@ -144,10 +145,11 @@ class TrainerAsyncStub(TrainerStub):
     leaves the stream. One event when they have started; an error if they end earlier.
     """
     SendWeights: _aio.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]  # type: ignore[assignment]
-    """Sends the committed weights of a bound policy from its devices to one inference server. The
+    """Sends the committed weights of a bound policy through its device to one inference server. The
     caller, which has the server, first sends a request; then it acknowledges `ready`, and each
-    bucket once the server has loaded it. Between micro-batches; nothing is applied meanwhile.
-    Refused when the devices already hold other weights.
+    bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
+    it is made once. A server that fails or leaves costs only itself, and those that are in a
+    process group with it the way.
     """
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
@@ -304,10 +306,11 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.SendWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.SendWeightsEvent], _abc.AsyncIterator[_trainer_pb2.SendWeightsEvent]]:
-        """Sends the committed weights of a bound policy from its devices to one inference server. The
+        """Sends the committed weights of a bound policy through its device to one inference server. The
         caller, which has the server, first sends a request; then it acknowledges `ready`, and each
-        bucket once the server has loaded it. Between micro-batches; nothing is applied meanwhile.
-        Refused when the devices already hold other weights.
+        bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
+        it is made once. A server that fails or leaves costs only itself, and those that are in a
+        process group with it the way.
         """
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

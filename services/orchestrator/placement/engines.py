@@ -221,7 +221,9 @@ class Engines:
         async with self._loading[weights.policy]:
             workers = list(self._served)
             swaps: list[rollout_pb.UpdateWeightsResponse] = []
-            await run_all(*(self._update(worker, weights, deadline, swaps) for worker in workers))
+            await run_all(
+                *(self._update(one, weights, deadline, swaps, len(workers)) for one in workers)
+            )
             # Followers of servers load versions verified by the keepers.
             await self._shared.tell()
             self._note(weights.policy, swaps)
@@ -416,14 +418,15 @@ class Engines:
         ref: common_pb.WeightsRef,
         deadline: Deadline,
         swaps: list[rollout_pb.UpdateWeightsResponse],
+        workers: int,
     ) -> None:
-        """Have one worker load a version; an unreachable worker is left to `_keep`."""
+        """Have one of so many workers load a version; an unreachable worker is left to `_keep`."""
         attempts = RetryBackoff(deadline)
         while worker in self._served and worker.alive:
             try:
                 async with worker.while_alive():
                     seconds = min(deadline.left, self.prepare_seconds)
-                    swaps.append(await self._call_update(worker, ref, seconds))
+                    swaps.append(await self._call_update(worker, ref, seconds, workers))
                 if (versions := self._served.get(worker)) is not None:
                     versions[ref.policy] = ref.version
                 return
@@ -440,9 +443,11 @@ class Engines:
                 await attempts.failed(Unavailable(str(error)))
 
     async def _call_update(
-        self, worker: WorkerHandle, ref: common_pb.WeightsRef, seconds: float
+        self, worker: WorkerHandle, ref: common_pb.WeightsRef, seconds: float, workers: int = 1
     ) -> rollout_pb.UpdateWeightsResponse:
-        request = rollout_pb.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
+        request = rollout_pb.UpdateWeightsRequest(
+            request_id=new_id("update"), weights=ref, workers=workers
+        )
         answer = await worker.rollout.UpdateWeights(request, timeout=seconds)
         self._shared.note(worker, answer.engines)
         return answer

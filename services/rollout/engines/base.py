@@ -39,6 +39,7 @@ from services.rollout.engines.requests import (
     Scored,
     ScoreRequest,
     UpdateReport,
+    UpdateWave,
 )
 from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import EngineTurn, TurnTable
@@ -100,6 +101,8 @@ class ServingEngine(ABC):
         self.last_update: UpdateReport | None = None
         # The version that was loaded last, if it was an adapter: it holds its base weights.
         self._adapted: Adapted | None = None
+        # That of the update under way.
+        self._wave = UpdateWave("")
         # Serializes start, update, sleep and wake.
         self._changing = asyncio.Lock()
         # Cleared while weights change.
@@ -265,8 +268,16 @@ class ServingEngine(ABC):
         manifest = await asyncio.to_thread(transfer.manifest, ref.key)
         await self._fits(layout(manifest), ref)
 
-    async def update_weights(self, ref: common_pb.WeightsRef, transfer: Transfer) -> float:
+    def takes_from_trainer(self, ref: common_pb.WeightsRef) -> bool:
+        """Return whether the engine would load `ref` from the device of its trainer."""
+        return False
+
+    async def update_weights(
+        self, ref: common_pb.WeightsRef, transfer: Transfer, wave: UpdateWave | None = None
+    ) -> float:
         """Load and verify the version `ref`; returns the seconds in which nothing was served.
+        `wave`: the engines that load it from the trainer's device together with this one; None:
+        it does so alone.
 
         Only verified weights serve: a refused update (names, shapes, dtypes, checksum of the
         published weights) leaves the engine unchanged and raises `WeightsRefused` or a
@@ -297,6 +308,7 @@ class ServingEngine(ABC):
             self._require_alive()
             self._life.updating(ref.version)
             self._settled.clear()
+            self._wave = wave or UpdateWave.of()
             try:
                 exposed = await self._apply(tensors, own)
             except BaseException as error:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
+from troupe.rpc.ids import new_id
 from troupe.workflow.backend import FinishReason as FinishReason
 from troupe.workflow.backend import GeneratedTurn
 from troupe.workflow.backend import VersionSpan as VersionSpan
@@ -72,6 +73,24 @@ class UpdateReport:
     way: str
     exposed_seconds: float
     total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWave:
+    """Engines that load a version from a trainer's device together.
+
+    `wave_id`: unique. `servers`: how many they are in this process. `workers`: rollout workers that
+    update the policy at the same time.
+    """
+
+    wave_id: str
+    servers: int = 1
+    workers: int = 1
+
+    @staticmethod
+    def of(servers: int = 1, workers: int = 1) -> UpdateWave:
+        """Return a new wave."""
+        return UpdateWave(new_id("wave"), servers, workers)
 
 
 NO_UPDATE: Final = UpdateReport(-1, "", 0.0, 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 
 from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.requests import UpdateWave
 from services.rollout.serving.router import PolicyRouter
 from services.rollout.serving.supervision import EngineKeeper
 from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher
@@ -29,9 +30,12 @@ _RELEASE_SECONDS = 2.0
 _LATE_SECONDS = 2.0
 
 
-async def roll_out(engines: Iterable[EngineKeeper], *, overlapping: bool = True) -> float:
+async def roll_out(
+    engines: Iterable[EngineKeeper], *, overlapping: bool = True, workers: int = 1
+) -> float:
     """Bring all engines to their target, in waves that leave the policy serving
-    (`troupe.scheduling.routing`); return the sum of exposed seconds.
+    (`troupe.scheduling.routing`); return the sum of exposed seconds. `workers`: rollout workers
+    that do so at the same time.
 
     Weights that do not fit an engine are refused before any engine is changed. A failing engine is
     left to its keeper if another engine serves the target; if none does, the last error is raised.
@@ -47,8 +51,11 @@ async def roll_out(engines: Iterable[EngineKeeper], *, overlapping: bool = True)
     async def load(wave: Iterable[EngineKeeper]) -> None:
         nonlocal exposed, failure
         loading = list(wave)
+        together = [keeper for keeper in loading if keeper.takes_from_trainer]
+        taking = UpdateWave.of(len(together), workers)
         results = await asyncio.gather(
-            *(keeper.reach_target() for keeper in loading), return_exceptions=True
+            *(k.reach_target(taking if k in together else None) for k in loading),
+            return_exceptions=True,
         )
         for keeper, result in zip(loading, results, strict=True):
             if isinstance(result, float | int):
@@ -190,8 +197,9 @@ class ServedPolicy:
             return 0.0
         return await self._fetcher.fetch(ref, self._target.ref)
 
-    async def update(self, ref: common_pb.WeightsRef) -> float:
-        """Bring the engines to `ref`, in waves; return the sum of exposed seconds.
+    async def update(self, ref: common_pb.WeightsRef, workers: int = 1) -> float:
+        """Bring the engines to `ref`, in waves; return the sum of exposed seconds. `workers`:
+        rollout workers that do so at the same time.
 
         Repeatable. If no engine accepts the new weights, the policy stays at the former version and
         the error is raised. Raises `FailedPrecondition` for an older version or another checksum
@@ -201,14 +209,14 @@ class ServedPolicy:
             former = self._target.ref
             if not self._target.precedes(ref):
                 if not any(keeper.serves_target for keeper in self._keepers.values()):
-                    await roll_out(self._keepers.values(), overlapping=self._overlapping)
+                    await self._roll_out(workers)
                 return 0.0
             # Fetched first: an engine that restarts meanwhile loads the former version.
             if self._keeps_any:
                 await self._fetcher.fetch(ref, former)
             self._target.ref, self._target.rolling = ref, True
             try:
-                return await roll_out(self._keepers.values(), overlapping=self._overlapping)
+                return await self._roll_out(workers)
             except BaseException:
                 if not any(keeper.serves_target for keeper in self._keepers.values()):
                     self._target.ref = former
@@ -216,6 +224,10 @@ class ServedPolicy:
             finally:
                 self._target.rolling = False
                 self.router.wake()
+
+    async def _roll_out(self, workers: int) -> float:
+        keepers = self._keepers.values()
+        return await roll_out(keepers, overlapping=self._overlapping, workers=workers)
 
     def share(self, engine_id: str, server: rollout_pb.SharedServer) -> None:
         """Keep an engine whose server other workers also use, or follow its keeper.

@@ -14,7 +14,7 @@ import structlog
 
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import EngineDied
-from services.rollout.engines.requests import NO_UPDATE
+from services.rollout.engines.requests import NO_UPDATE, UpdateWave
 from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher, weights_gone
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.scheduling.routing import UpdatingEngine
@@ -110,6 +110,12 @@ class EngineKeeper:
         return self._off_device or bool(self.engine.asleep)
 
     @property
+    def takes_from_trainer(self) -> bool:
+        """Whether the engine, which is up, is to load the target from its trainer's device."""
+        lacks = self._kept and not (self.is_down or self.off_device or self.serves_target)
+        return lacks and self.engine.takes_from_trainer(self._target.ref)
+
+    @property
     def is_down(self) -> bool:
         """Whether the engine must be started before it can be updated."""
         return self.engine.state in _DOWN
@@ -124,10 +130,12 @@ class EngineKeeper:
             serves=self.may_serve,
             waits=waits,
             turns=engine.load().running,
+            together=self.takes_from_trainer,
         )
 
-    async def reach_target(self) -> float:
-        """Start the engine if it is down, and update it if it does not serve the target.
+    async def reach_target(self, wave: UpdateWave | None = None) -> float:
+        """Start the engine if it is down, and update it if it does not serve the target. `wave`:
+        the engines that take it from the trainer's device together with this one.
 
         Returns the seconds in which the update kept it from serving. Repeatable; does nothing after
         `retire`. Raises the engine's errors, `Unavailable` if it does not start in time, and
@@ -154,7 +162,7 @@ class EngineKeeper:
             ref = self._target.ref
             await self._fetcher.fetch(ref)
             with _missing_as_gone(ref):
-                exposed = await self.engine.update_weights(ref, self._fetcher.transfer)
+                exposed = await self.engine.update_weights(ref, self._fetcher.transfer, wave)
         self._on_change()
         return exposed
 

@@ -34,7 +34,6 @@ from services.chassis.settings import ServiceSettings
 from services.trainer.compute import choose_device
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
-from services.trainer.sending import Conversation
 from services.trainer.settings import NCCL_VARIABLES, TrainerSettings
 from services.trainer.state.suspension import pack_rows, unpack_rows
 from troupe.contracts import kinds
@@ -322,12 +321,10 @@ class Gang:
         body: bytes = b"",
         stop: threading.Event | None = None,
         loaded: Loaded = lambda done, total: None,
-        conversation: Conversation | None = None,
         **header: Any,
     ) -> Frame:
         """Let all ranks carry out an order, and return the answer of rank 0. `loaded` is called
-        with the loaded and total bytes of a model. `conversation`: the one in which rank 0 sends
-        weights.
+        with the loaded and total bytes of a model.
 
         Raises the error in the ranks' answer, `Stopped` when `stop` is set, ValueError for a state
         of another model, and Aborted of kind "gang_lost" if a rank has ended; then all ranks are
@@ -340,7 +337,7 @@ class Gang:
                 raise Stopped
             try:
                 self._channel.send(Frame({"order": name, **header}, body))
-                answer = self._answer(name, stop, loaded, conversation)
+                answer = self._answer(name, stop, loaded)
             except (EOFError, OSError) as error:
                 if not self._given_up.is_set():
                     # torchrun ends the other ranks and logs which was first.
@@ -481,7 +478,6 @@ class Gang:
         name: str,
         stop: threading.Event | None,
         loaded: Loaded,
-        conversation: Conversation | None,
     ) -> Frame:
         assert self._channel is not None
         stopped_at = 0.0
@@ -489,12 +485,6 @@ class Gang:
             frame = self._channel.receive(_POLL_SECONDS)
             if frame is not None and "loaded" in frame.header:
                 loaded(*frame.header["loaded"])
-                continue
-            if frame is not None and conversation is not None and "event" in frame.header:
-                conversation.tell(trainer_pb.SendWeightsEvent.FromString(frame.body))
-                continue
-            if frame is not None and conversation is not None and "waits" in frame.header:
-                self._channel.send(Frame({"order": _word(conversation, frame.header["waits"])}))
                 continue
             if frame is not None:
                 return frame
@@ -533,33 +523,6 @@ class Gang:
             remedy="The step begins again from the last committed state, nothing was counted; the "
             "worker's log says which rank ended and why.",
         )
-
-
-def _word(conversation: Conversation, seconds: float) -> str:
-    """Return the message to rank 0 when it waits for an acknowledgement."""
-    try:
-        conversation.acknowledged(seconds)
-    except Aborted:
-        return "stop"
-    return "acknowledged"
-
-
-class RankConversation:
-    """A `Conversation` of rank 0, through the lead."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
-        """See `Conversation`."""
-        self._channel.send(Frame({"event": True}, event.SerializeToString()))
-
-    def acknowledged(self, seconds: float) -> None:
-        """See `Conversation`."""
-        self._channel.send(Frame({"waits": seconds}))
-        frame = self._channel.receive(seconds + GRACE_SECONDS)
-        if frame is None or frame.header["order"] != "acknowledged":
-            raise Aborted("weights were not sent: the update was given up", kind="update_given_up")
 
 
 def launch(

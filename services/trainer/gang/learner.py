@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.compute import gpu_memory
 from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, Loaded, encode_rows
-from services.trainer.gang.gathering import gathered
+from services.trainer.gang.gathering import gathered, whole
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.loading import (
     ShardedBase,
@@ -65,7 +65,6 @@ from services.trainer.learning.samples import (
     columns_of,
     parse_rows,
 )
-from services.trainer.sending import Conversation, UpdateGroups, send_buckets
 from services.trainer.state.suspension import PooledParameters, split_fields, under
 from services.trainer.state.training_state import (
     KeptState,
@@ -88,7 +87,6 @@ from troupe.scheduling.defaults import defaults_of
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import trainer_pb2 as trainer_pb
 
 # File of a state that rank 0 writes for all.
 _WHOLE = "whole.safetensors"
@@ -383,20 +381,6 @@ class RankLearner(Learner):
         else:
             gather(group, self.weights() if what == "weights" else self.moments(), path)
 
-    def send(
-        self,
-        wanted: trainer_pb.WantedWeights,
-        groups: UpdateGroups,
-        conversation: Conversation | None,
-    ) -> None:
-        """Send the published tensors to a server, on the rank that has a `conversation`; the others
-        take part in gathering them."""
-        form = self._trained.format
-        part = functools.partial(form.read, self.weights())
-        with gathered(self._group, form.conversions, part) as named:
-            if conversation is not None:
-                send_buckets(wanted, named, groups, conversation)
-
 
 class ShardedModel(TrainedModel):
     """A `TrainedModel` of which this rank holds a shard of every parameter."""
@@ -525,6 +509,11 @@ class GangLearner(PolicyLearner[Row]):
         return self._gang.lost
 
     @property
+    def gathers(self) -> bool:
+        """See `PolicyLearner`."""
+        return True
+
+    @property
     def copies(self) -> bool:
         """Whether the hosts of all ranks have this host's data directory, to which each writes."""
         return self._shares_disk
@@ -600,16 +589,6 @@ class GangLearner(PolicyLearner[Row]):
     def discard(self) -> None:
         """Discard the current step."""
         self._order("discard")
-
-    def send(
-        self,
-        wanted: trainer_pb.WantedWeights,
-        groups: UpdateGroups,
-        conversation: Conversation,
-    ) -> None:
-        """Let rank 0, which has its own groups, send the published tensors to a server."""
-        body = wanted.SerializeToString()
-        self._gang.order("send", body, key=self._key, conversation=conversation)
 
     # State.
 

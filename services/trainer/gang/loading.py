@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from services.trainer.gang.gathering import gathered, in_lockstep, nbytes_of
+from services.trainer.gang.gathering import gathered, in_lockstep, nbytes_of, whole
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.sharded_state import as_shard
 from services.trainer.learning.critic import ValueHead

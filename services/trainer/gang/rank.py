@@ -28,7 +28,6 @@ from services.trainer.compute import choose_device, give_back_memory
 from services.trainer.gang.gang import (
     Channel,
     Frame,
-    RankConversation,
     RankSettings,
     decode_rows,
 )
@@ -37,7 +36,6 @@ from services.trainer.gang.learner import RankLearner
 from services.trainer.gang.sharded_state import as_shard, write_shards
 from services.trainer.learning.optimizer import local_part
 from services.trainer.learning.ranks import Stopped
-from services.trainer.sending import UpdateGroups
 from services.trainer.specifications import HostSpecification
 from services.trainer.state.durability import HostCopy, step_back
 from services.trainer.state.training_state import reported
@@ -47,8 +45,6 @@ from troupe.functions.shipped import open_shipped
 from troupe.job import JobSpec
 from troupe.processes.tether import end_with_parent
 from troupe.rpc import FailedPrecondition, TroupeError, from_status, to_status
-from troupe.rpc.addresses import split_address
-from troupe.v1.trainer_pb2 import WantedWeights
 
 # Keys of the rendezvous store.
 _CAME, _ALL = "came", "all"
@@ -87,7 +83,6 @@ class Rank:
             report_load=self._report_load,
         )
         self._members: dict[str, RankLearner] = {}
-        self._update_groups = UpdateGroups(split_address(settings.address)[0], device)
         # Copies of their states; a copy stays until it is written, even if its policy leaves
         # before.
         self._copies: dict[str, ShardCopy] = {}
@@ -190,9 +185,6 @@ class Rank:
                 member.receive(header["tensors"], path)
             case "gather":
                 member.gather(header["what"], path)
-            case "send":
-                talk = None if self._channel is None else RankConversation(self._channel)
-                member.send(WantedWeights.FromString(order.body), self._update_groups, talk)
             case "suspend":
                 return {"values": member.suspend(path)}
             case "resume":

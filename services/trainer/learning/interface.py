@@ -23,13 +23,11 @@ import torch
 from services.trainer.gang.gang import GangHosts
 from services.trainer.learning.lora import AdaptedBase
 from services.trainer.learning.samples import Load
-from services.trainer.sending import Conversation, UpdateGroups, send_buckets
 from services.trainer.state.training_state import KeptState, Snapshot
 from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.proof import Proof, Proven
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
-from troupe.v1 import trainer_pb2 as trainer_pb
 
 
 class TrainingRow(Protocol):
@@ -100,6 +98,12 @@ class PolicyLearner(ABC, Generic[R]):
         return True
 
     @property
+    def gathers(self) -> bool:
+        """Whether `published` gathers the tensors from several processes, which takes long and
+        holds all of them."""
+        return False
+
+    @property
     @abstractmethod
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with its first version (`load_reference`)."""
@@ -158,19 +162,6 @@ class PolicyLearner(ABC, Generic[R]):
     @abstractmethod
     def weights(self) -> Tensors:
         """Return the trained weights, whole and in the dtype of training; not copies."""
-
-    def send(
-        self,
-        wanted: trainer_pb.WantedWeights,
-        groups: UpdateGroups,
-        conversation: Conversation,
-    ) -> None:
-        """Send the published tensors from the devices to one inference server.
-
-        `groups`: this process's groups with servers. Raises Aborted of kind "update_given_up" when
-        the caller leaves or acknowledges too late.
-        """
-        send_buckets(wanted, self.published().items(), groups, conversation)
 
     # The state of a version, which outlives the process.
 

@@ -1,99 +1,52 @@
-"""Weights from rank 0 of a gang of two gloo ranks: gathered bucket by bucket, through the lead."""
+"""Versions of a gang of two gloo ranks in servers: one gather, however many servers there are."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from services.trainer.gang.gang import Gangs
-from services.trainer.sending import UpdateGroups
-from services.trainer.settings import TrainerSettings
-from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, together
-from troupe.contracts import kinds
-from troupe.rpc import Aborted
-from troupe.v1 import trainer_pb2 as trainer_pb
+from tests.support.interpreters import sglang_double
+from tests.trainer.gang.test_gang import gang_spec
+from tests.trainer.stage import TrainingStage
+from tests.trainer.test_sending import trained
+from tests.trainer.test_sending_waves import made as made  # a fixture
+from tests.trainer.test_sending_waves import reports, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture(scope="module")
-def gangs() -> Iterator[Gangs]:
-    settings = TrainerSettings(
-        trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=120, gang_start_seconds=900
-    )
-    some = Gangs(settings)
-    yield some
-    some.close()
-
-
-class Reader:
-    """The caller: opens the handles as a server does, and leaves when it is told to."""
-
-    def __init__(self, *, leaves_after: int = 10_000) -> None:
-        self.found: dict[str, torch.Tensor] = {}
-        self._left = leaves_after
-
-    def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
-        for handle in event.bucket.handles:
-            content = pickle.loads(handle)
-            flat = content["flattened_tensor"]
-            for one in content["metadata"]:
-                part = flat[one.start_idx : one.end_idx].reshape(one.shape)
-                self.found[one.name] = part.clone()
-
-    def acknowledged(self, seconds: float) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise Aborted("it left", kind="update_given_up")
-
-
-def test_the_published_tensors_of_a_gang_are_sent(tokenizer: Path, gangs: Gangs) -> None:
-    gang = together(gangs, gang_spec(tokenizer), double=False)
-    wanted = trainer_pb.WantedWeights(
-        job_id="job", policy="solver", way="ipc", ranks=3, format="sglang"
-    )
-    groups = UpdateGroups("127.0.0.1", torch.device("cpu"))
-    for step in range(2):
-        reader = Reader()
-        gang.send(wanted, groups, reader)
-        assert_equal(reader.found, gang.published())
-        # A caller that leaves costs the update, not the gang.
-        with pytest.raises(Aborted, match="given up"):
-            gang.send(wanted, groups, Reader(leaves_after=step))
-        gang.accumulate(rows_of(gang_spec(tokenizer), 6, step))
-        assert gang.apply(step).applied
-    assert not gang.lost
-    gang.release()
-
-
-class Silent:
-    """A caller whose server never joins the group."""
-
-    def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
-        pass
-
-    def acknowledged(self, seconds: float) -> None:
-        pass
-
-
-def test_a_server_that_never_joins_costs_the_update_and_not_the_gang(
-    tokenizer: Path, gangs: Gangs
+async def test_a_gang_gathers_a_version_once_for_its_publication_and_all_servers(
+    stage: TrainingStage, tmp_path: Path, made: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gang = together(gangs, gang_spec(tokenizer), double=False)
-    wanted = trainer_pb.WantedWeights(
-        job_id="job", policy="solver", way="broadcast", ranks=1, format="sglang"
-    )
-    groups = UpdateGroups("127.0.0.1", torch.device("cpu"))
-    with pytest.raises(Aborted) as failed:
-        gang.send(wanted, groups, Silent())
-    assert failed.value.kind == kinds.UPDATE_GROUP_FAILED
-    assert not gang.lost
-    wanted.way = "ipc"
-    reader = Reader()
-    gang.send(wanted, groups, reader)
-    assert_equal(reader.found, gang.published())
-    gang.release()
+    spec = gang_spec(stage.tokenizer)
+    trainer = await stage.trainer(trainer_device="cpu", gang_ranks=2, gang_start_seconds=900)
+    first = await trainer.bind_again(spec)
+    binding = trainer.worker.bindings.find((stage.job_id, "solver"))
+    gang = binding.learner._gang
+    order, orders = gang.order, Counter[str]()
+
+    def counted(name: str, *arguments: Any, **options: Any) -> Any:
+        orders[name] += 1
+        return order(name, *arguments, **options)
+
+    monkeypatch.setattr(gang, "order", counted)
+    async with serving(stage, spec, first, sglang_double(tmp_path), [()] * 3) as (policy, engines):
+        for version in (1, 2):
+            orders.clear()
+            made.clear()
+            ref = await trained(stage, trainer, spec, version - 1)
+            await policy.update(ref)
+            assert reports(engines) == [(version, "broadcast", 0)] * 3
+            assert orders["gather"] == 1
+            assert "send" not in orders
+            assert made["tensors"] == len(stage.weights(ref))
+            assert (made["groups"], made["members"]) == ((1, 3) if version == 1 else (0, 0))
+        # Nor does a server that loads the version later.
+        engines[0].distrust("its weights were lost")
+        await engines[0].update_weights(ref, stage.transfer)
+        assert reports(engines) == [(2, "broadcast", 0)] * 3
+        assert orders["gather"] == 1
+    assert not binding.learner.lost

@@ -1,9 +1,10 @@
 """Weights into a server from the devices that trained them, without a way through host memory.
 
-The trainer sends buckets (`Trainer.SendWeights`): on one host as handles of its device's memory
-(`ipc`), between hosts in a process group of trainer and server (`broadcast`). This side has the
-server, tells it what comes, and acknowledges what it has loaded. What was published in host memory
-is the proof as in every other way, and what is loaded where the direct way fails.
+The trainer sends buckets (`Trainer.SendWeights`), each to all servers of a wave at the same time:
+on one host as handles of its device's memory (`ipc`), else in a process group of the trainer and
+the servers (`broadcast`). This side has one server, tells it what comes, and acknowledges what it
+has loaded. What was published in host memory is the proof as in every other way, and what is loaded
+where the direct way fails.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 log = logging.getLogger(__name__)
 
 DirectWay = Literal["ipc", "broadcast"]
-# The trainer's pass, after which it is this server's turn; the server still serves meanwhile.
+# The trainer's pass and other waves, and the rest of this one; the server still serves meanwhile.
 _TURN_SECONDS: Final = 180.0
+# How long the trainer may take to say who is at fault.
+_VERDICT_SECONDS: Final = 10.0
 _FAILURES: Final = (Refused, BrokenReply, TroupeError, TimeoutError)
 
 
@@ -81,9 +84,9 @@ class DirectLoader(Loader):
         await self._other.prepare(weights)
 
     async def reserve(self) -> None:
-        """Wait for this server's turn with the trainer; the server joins its group if need be."""
+        """Wait until the trainer sends; the server joins its group if need be."""
         assert self._weights is not None  # prepared
-        if (way := self.chosen(self._weights)) is None:
+        if (way := self.chosen(self._weights.ref)) is None:
             return
         update = _Update(self._server, self._weights, way, self._described.ranks, self._group)
         try:
@@ -131,9 +134,13 @@ class DirectLoader(Loader):
         """By the other loader."""
         await self._other.put(server, tensors, name)
 
-    def chosen(self, weights: NewWeights) -> DirectWay | None:
-        """The direct way of `weights` into this server; None if there is none."""
-        source, described = weights.ref.trained_on, self._described
+    def takes_from_trainer(self, ref: common_pb.WeightsRef) -> bool:
+        """See `Loader.takes_from_trainer`."""
+        return self.chosen(ref) is not None
+
+    def chosen(self, ref: common_pb.WeightsRef) -> DirectWay | None:
+        """The direct way of `ref` into this server; None if there is none."""
+        source, described = ref.trained_on, self._described
         forced = self._setting in ("ipc", "broadcast")
         gpus = source.device == described.device == "cuda"
         if not source.trainer or not (forced or (gpus and self._setting == "auto")):
@@ -208,6 +215,11 @@ class _Update:
             ranks=ranks,
             group=group,
             format=server.bucket_format,
+            wave=trainer_pb.UpdateWave(
+                wave_id=weights.wave.wave_id,
+                servers=weights.wave.servers,
+                workers=weights.wave.workers,
+            ),
         )
         settings = weights.source.client if isinstance(weights.source, HostTransfer) else None
         self._channel = connect(weights.ref.trained_on.trainer, settings)
@@ -219,7 +231,7 @@ class _Update:
         self._missing = set(weights.tensors)
 
     async def begin(self) -> str:
-        """Wait until the trainer is ready; returns the group of trainer and server."""
+        """Wait until the trainer is ready; returns the group of trainer and servers."""
         self._messages.put_nowait(trainer_pb.SendWeightsRequest(wanted=self._wanted))
         stub = trainer_grpc.TrainerStub(self._channel)
         self._call = stub.SendWeights(self._outgoing())
@@ -243,7 +255,12 @@ class _Update:
                 while self._missing:
                     event = await self._next()
                     self._check(event.bucket)
-                    await self._load(event.bucket)
+                    try:
+                        await self._load(event.bucket)
+                    except (Refused, BrokenReply) as error:
+                        if self.way == "broadcast":
+                            await self._ask_whose_fault(error)
+                        raise
                     self._acknowledge()
                 await self._end()
 
@@ -260,6 +277,15 @@ class _Update:
             await self._server.load_handles(bucket, size)
         else:
             await self._server.load_broadcast(self._wanted.group, bucket, size)
+
+    async def _ask_whose_fault(self, error: Refused | BrokenReply) -> None:
+        """Raise the trainer's error, which says whether this server is at fault or another one of
+        its group. Return if it says nothing."""
+        failed = trainer_pb.WeightsFailed(reason=str(error))
+        self._messages.put_nowait(trainer_pb.SendWeightsRequest(failed=failed))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_VERDICT_SECONDS):
+                await self._next()
 
     def _check(self, bucket: trainer_pb.WeightBucket) -> None:
         """Raise DataLoss unless just these tensors were published and have not come yet."""

@@ -355,6 +355,12 @@ class ServerEngine(ServingEngine):
             self._die(f"{failure}: {error!r}")
             raise EngineDied(self.engine_id, self.message) from error
 
+    def takes_from_trainer(self, ref: common_pb.WeightsRef) -> bool:
+        """See `ServingEngine.takes_from_trainer`. Adapters are small: they take another way."""
+        if self._spec.lora is not None or not hasattr(self._server, "updater"):
+            return False
+        return self._server.updater.takes_from_trainer(ref)
+
     async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
         await asyncio.to_thread(
             check_published, tensors, self._server.layout, self._spec.lora, ref.key
@@ -402,7 +408,7 @@ class ServerEngine(ServingEngine):
         source = self._source if each_once.keys() == tensors.keys() else None
         updater = self._server.updater
         exposed = await updater.run(
-            NewWeights(each_once, ref, source),
+            NewWeights(each_once, ref, source, self._wave),
             changed=bool(known) and known != ref.checksum,
             gate=partial(self._gate, ref),
         )

@@ -7,7 +7,7 @@ import logging
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from services.rollout.engines.errors import EngineStartFailed, Refused
+from services.rollout.engines.requests import UpdateWave
 from services.rollout.engines.servers.interface import InferenceServer, ServerDescription, Way
 from troupe.transfer import Transfer
 from troupe.transfer.in_place import ModelDirectory
@@ -42,11 +43,13 @@ _NEEDED: Final[Mapping[str, Way]] = {
 @dataclass(frozen=True)
 class NewWeights:
     """A version that is to be loaded. `tensors`: each tensor once. `source`: where it is published
-    under the key of `ref`; None if it is not published with just these tensors."""
+    under the key of `ref`; None if it is not published with just these tensors. `wave`: the engines
+    that load it from the trainer's device together."""
 
     tensors: Mapping[str, torch.Tensor]
     ref: common_pb.WeightsRef
     source: Transfer | None = None
+    wave: UpdateWave = field(default_factory=UpdateWave.of)
 
     @property
     def num_bytes(self) -> int:
@@ -64,6 +67,10 @@ class Loader(ABC):
     @abstractmethod
     def way(self) -> str:
         """Name, in metrics, of the way that the weights prepared last take."""
+
+    def takes_from_trainer(self, ref: common_pb.WeightsRef) -> bool:
+        """Return whether `ref` would be loaded from the device of its trainer."""
+        return False
 
     @abstractmethod
     async def prepare(self, weights: NewWeights) -> None:

@@ -76,6 +76,10 @@ class Updater:
         """The way of the weights that were loaded last."""
         return self._loader.way
 
+    def takes_from_trainer(self, ref: common_pb.WeightsRef) -> bool:
+        """Return whether the server would load `ref` from the device of its trainer."""
+        return self._loader.takes_from_trainer(ref)
+
     @property
     def fallbacks(self) -> int:
         """Updates that were to take a direct way, and took another."""

@@ -408,7 +408,7 @@ class SglangServer(HttpServer):
             {
                 "master_address": group.host,
                 "master_port": group.port,
-                "rank_offset": 1,
+                "rank_offset": group.rank_offset,
                 "world_size": group.world_size,
                 "group_name": group.name,
                 "backend": group.backend,
