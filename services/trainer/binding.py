@@ -150,7 +150,7 @@ class PolicyBinding:
         self._suspension.forget()
 
     def _make_learner(self) -> None:
-        self._memory = memory_needed(self.policy, self.spec, self._settings, self._device)
+        self._memory = self._needed()
         learner, tokenizer = make_learner(
             self.job_id,
             self.policy,
@@ -165,12 +165,16 @@ class PolicyBinding:
         self.versions.of(learner, tokenizer)
         self.resolved = resolved_settings(self.policy, self.spec, self._settings, self._device)
 
+    def _needed(self) -> RankMemory | None:
+        hosts = 1 if self._gangs is None else self._gangs.hosts_of(self.hosts)
+        return memory_needed(self.policy, self.spec, self._settings, self._device, hosts)
+
     def _note_load(self, done: int, total: int) -> None:
         self._load = (done, total) if done < total else (0, 0)
 
     def move_to(self, hosts: GangHosts) -> None:
         """Let the ranks of a parked policy run on these hosts when it is resumed. Blocking."""
-        self.hosts = hosts
+        self.hosts, self._memory = hosts, self._needed()
         if self.versions.made:
             self.learner.move_to(hosts)
 

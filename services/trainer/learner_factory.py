@@ -6,7 +6,6 @@ learning/interface.py is the interface that every learner implements.
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from troupe.job import JobSpec
 from troupe.job.sizing import setup_of, shape_of_config
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling.defaults import defaults_of, described_device
-from troupe.scheduling.memory import RankMemory, rank_memory
+from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
 from troupe.v1 import common_pb2 as common_pb
 
 
@@ -84,7 +83,18 @@ def make_learner(
     if gang:
         assert gangs is not None, "a worker has them"
         key = f"{job_id}/{policy}"
-        learner = GangLearner(gangs, key, spec, policy, options, hosts, submitted, loaded)
+        shape = shape_of_config(model.config.to_dict()) or shape_of_model(model)
+        learner = GangLearner(
+            gangs,
+            key,
+            spec,
+            policy,
+            options,
+            hosts,
+            submitted,
+            loaded,
+            lambda count: _setup(policy, spec, settings, device, shape, count).replicas,
+        )
         return learner, tokenizer
     return Learner(model, spec, policy, device=device, **options), tokenizer
 
@@ -131,11 +141,41 @@ def _network_learner(spec: JobSpec, policy: str) -> PolicyLearner[Any]:
     return NetworkLearner(spec, policy)
 
 
+def _setup(
+    policy: str,
+    spec: JobSpec,
+    settings: TrainerSettings,
+    device: torch.device,
+    shape: ModelShape,
+    hosts: int,
+) -> TrainingSetup:
+    """Return how each device trains the policy, in a gang over so many `hosts`."""
+    source, room = spec.policies[policy], memory_of(device, settings.trainer_memory_bytes)
+    if source.trainer.activation_checkpointing == "auto":  # the binder did not turn it off
+        default = defaults_of(None if device.type == "cpu" else room).activation_checkpointing
+        trainer = source.trainer.model_copy(update={"activation_checkpointing": default})
+        decided = source.model_copy(update={"trainer": trainer})
+        spec = spec.model_copy(update={"policies": {**spec.policies, policy: decided}})
+    return setup_of(
+        spec,
+        policy,
+        shape,
+        device=device.type,
+        memory=room,
+        forward_tokens=settings.trainer_forward_tokens,
+        hosts=hosts,
+    )
+
+
 def memory_needed(
-    policy: str, spec: JobSpec, settings: TrainerSettings, device: torch.device
+    policy: str,
+    spec: JobSpec,
+    settings: TrainerSettings,
+    device: torch.device,
+    hosts: int = 1,
 ) -> RankMemory | None:
-    """Return the memory need of each device that trains the policy; None for a network or a
-    simulated policy.
+    """Return the memory need of each device that trains the policy, in a gang over so many `hosts`;
+    None for a network or a simulated policy.
 
     Blocking; reads the model's configuration. Raises InvalidArgument for one that cannot be used,
     FailedPrecondition of kind "policy_too_large" if this trainer's devices have less.
@@ -146,17 +186,7 @@ def memory_needed(
     room = memory_of(device, settings.trainer_memory_bytes)
     shape = shape_of_config(load_config(policy, source).to_dict())
     shape = shape or shape_of_model(outline(policy, source))
-    setup = setup_of(
-        spec,
-        policy,
-        shape,
-        device=device.type,
-        memory=room,
-        forward_tokens=settings.trainer_forward_tokens,
-    )
-    if source.trainer.activation_checkpointing == "auto":  # the binder did not turn it off
-        default = defaults_of(None if device.type == "cpu" else room).activation_checkpointing
-        setup = replace(setup, checkpointing=default)
+    setup = _setup(policy, spec, settings, device, shape, hosts)
     needed = rank_memory(shape, setup)
     if room and needed.total > room:
         each = f" on each of {setup.ranks} devices" if setup.ranks > 1 else ""
@@ -168,7 +198,8 @@ def memory_needed(
             field=f"policies.{policy}.model",
             value=needed.total,
             remedy="Use a smaller model, an adapter (`lora`), a larger gang (`trainer.gang`), "
-            "`trainer.activation_checkpointing` or fewer `trainer.forward_tokens`; or add a "
+            "`trainer.activation_checkpointing`, fewer `trainer.forward_tokens`, or another "
+            "`trainer.shard` than `host`; or add a "
             "trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES says how much it may use).",
         )
     return needed

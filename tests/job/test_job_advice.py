@@ -26,6 +26,7 @@ def told(**over: Any) -> list[str]:
         ({"pipeline__max_refills": 3}, "pipeline.max_refills = 3"),
         ({"pipeline__group_size": 1}, "pipeline.group_size = 1"),
         ({"policies__solver__alpha": 1}, "policies.solver.alpha = 1"),
+        ({"policies__solver__trainer": {"shard": "host"}}, "policies.solver.trainer.shard"),
         (
             {"policies__solver__optimizer": {"warmup_steps": 2}},
             "policies.solver.optimizer.warmup_steps = 2",

@@ -200,3 +200,42 @@ def test_activations_are_kept_where_the_step_fits_so(
     assert setup("auto", memory=0).checkpointing  # unknown: the device's default
     for wish in (True, False):
         assert setup(wish).checkpointing is wish
+
+
+@pytest.mark.parametrize(
+    ("model", "gang", "hosts", "others", "shard", "replicas"),
+    [
+        ("Qwen3-8B", 16, 2, 0, "auto", 2),
+        ("Qwen3-8B", 16, 2, 0, "gang", 1),
+        ("Qwen3-8B", 8, 1, 0, "host", 1),
+        ("Qwen3-8B", 16, 2, 3, "auto", 1),  # their states share the devices
+        ("Qwen3-32B", 16, 2, 0, "auto", 1),  # 61 GiB of state on each of 8 devices
+        ("Qwen3-32B", 16, 2, 0, "host", 2),
+        ("Qwen3-0.6B", 4, 4, 0, "auto", 4),
+    ],
+)
+def test_hosts_have_all_weights_where_the_step_fits_so(
+    model: str, gang: int, hosts: int, others: int, shard: str, replicas: int
+) -> None:
+    """On devices of 80 GB, whose memory must be known and not shared with engines."""
+
+    def setup(memory: int = 79 << 30, **changes: Any) -> TrainingSetup:
+        source = {"config": model_config(model), "tokenizer": "/nowhere", "dtype": "bfloat16"}
+        values = make_spec(Path("/nowhere"), model=source).model_dump(mode="json")
+        policies = values["policies"]
+        policies["solver"]["trainer"] |= {"gang": gang, "shard": shard}
+        policies["solver"]["engine"]["max_context"] = 1024
+        for i in range(others):
+            policies[f"other{i}"] = policies["solver"]
+            values["agents"][f"other{i}"] = {"policy": f"other{i}"}
+        values["pipeline"] |= changes
+        spec = JobSpec.model_validate(values)
+        shape = read_shape(spec.policies["solver"].language_model)
+        assert shape is not None
+        return setup_of(spec, "solver", shape, device="cuda", memory=memory, hosts=hosts)
+
+    found = setup()
+    assert (found.ranks, found.replicas) == (gang // replicas, replicas)
+    if shard == "auto":
+        assert setup(memory=0).replicas == 1
+        assert setup(mode="sync", colocate=True).replicas == 1

@@ -67,6 +67,10 @@ def _policies(spec: JobSpec) -> Iterator[str]:
         if not policy.trainable:
             yield from _frozen(field, policy)
             continue
+        if policy.trainer.shard != "auto" and policy.trainer.gang == 1:
+            yield (
+                f"{field}.trainer.shard: without effect without a gang; set `gang`, or leave it out"
+            )
         if policy.alpha is not None and spec.pipeline.mode != "async":
             yield (
                 f"{field}.alpha = {policy.alpha}: without effect in mode `{spec.pipeline.mode}`; "

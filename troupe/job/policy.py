@@ -100,6 +100,12 @@ class TrainerSpec(Section):
     `pipeline.deterministic`. `auto`: decided when the job starts, so that the gangs of its policies
     use all training devices of the cluster (docs/gpus.md). Default: `auto` with a server as engine,
     else 1. May change when a job is resumed."""
+    shard: Literal["auto", "gang", "host"] = "auto"
+    """Devices of a gang over several hosts that weights, gradients and optimizer state are sharded
+    over. `gang`: all of them. `host`: those of each host, so that every host has all of the state;
+    weights never cross between hosts, and gradients once per update (hybrid sharding, HSDP).
+    `auto`: `host` on GPUs that have room for it by the memory model, together with the job's other
+    policies, unless engines share them (`pipeline.colocate`). May change when a job is resumed."""
     offload: Offload = "none"
     """State that is kept in host memory, pinned on a GPU. `optimizer`: AdamW's moments, half of the
     training state, which a step brings to the device in parts while it computes others. `all`: the

@@ -57,9 +57,10 @@ _DEFAULTS: Final = {
 }
 # Usable fraction of a GPU's nominal memory: 79.2 of 80 GB (H100), 23.6 of 24.
 SOLD: Final = 0.985
-# Fraction of a device's memory within which activations are kept (`activation_checkpointing:
-# auto`): drivers reported up to 1.1 times the memory model's value (docs/training.md).
-_UNCHECKPOINTED: Final = 0.9
+# Fraction of a device's memory within which more is kept than a step needs
+# (`activation_checkpointing: auto`, `shard: auto`): drivers reported up to 1.1 times the memory
+# model's value (docs/training.md).
+_ROOM: Final = 0.9
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape | None:
@@ -213,16 +214,19 @@ def setup_of(
     memory: int = 0,
     forward_tokens: int = 0,
     ranks: int | None = None,
+    hosts: int = 1,
 ) -> TrainingSetup:
     """Return how a device would train a policy of a job, and decide `activation_checkpointing:
-    auto`.
+    auto` and `shard: auto`.
 
-    On a GPU of known memory, activations are kept if the step then fits together with the states of
-    the job's other policies, assumed to be equally large. Otherwise the device's default applies,
-    also if engines share the devices, since the remaining memory is unknown.
+    On a device of known memory, activations are kept if the step then fits together with the states
+    of the job's other policies, assumed to be equally large; and each host of a gang over several
+    has all weights if that fits likewise. Otherwise the device's default applies, also if engines
+    share the devices, since the remaining memory is unknown.
 
     `device`: its type, "cpu" or "cuda"; `memory`: its bytes, 0 if unknown; `forward_tokens`: the
-    worker's setting; `ranks`: devices of the gang; default: as in the job.
+    worker's setting; `ranks`: devices of the gang; default: as in the job; `hosts`: over which they
+    are spread evenly.
     """
     own, algorithm = spec.policies[policy], spec.algorithm
     lora = own.lora
@@ -269,10 +273,19 @@ def setup_of(
         short_rows=longest <= SHORT_ROW,
         beside=SLEEPING_SERVER_BYTES if policy in spec.colocated and own.engine.is_server else 0,
     )
-    if wish == "auto" and memory and setup.checkpointing and not spec.pipeline.colocate:
-        kept = replace(setup, checkpointing=False)
-        others = sum(one.model is not None for one in spec.policies.values()) - 1
-        needed = rank_memory(shape, kept)
-        if needed.total + others * needed.state <= _UNCHECKPOINTED * memory:
-            return kept
+    others = sum(one.model is not None for one in spec.policies.values()) - 1
+
+    def fits(found: TrainingSetup) -> bool:
+        """Return whether the device has room for a step besides the states of other policies."""
+        needed = rank_memory(shape, found)
+        known = memory > 0 and not spec.pipeline.colocate
+        return known and needed.total + others * needed.state <= _ROOM * memory
+
+    if wish == "auto" and setup.checkpointing and fits(kept := replace(setup, checkpointing=False)):
+        setup = kept
+    spread = hosts > 1 and own.trainable and gang % hosts == 0
+    if spread and own.trainer.shard != "gang":
+        within = replace(setup, ranks=gang // hosts, replicas=hosts)
+        if own.trainer.shard == "host" or fits(within):
+            return within
     return setup

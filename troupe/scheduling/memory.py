@@ -97,6 +97,8 @@ class TrainingSetup:
     """Device type, "cpu" or "cuda"."""
     ranks: int = 1
     """Devices that weights, gradients and moments are sharded over."""
+    replicas: int = 1
+    """Hosts of which each has so many devices with all weights (`trainer.shard`)."""
     half: bool = True
     """Whether matrix products are computed in bfloat16."""
     tokens: int = 16_384
@@ -125,6 +127,11 @@ class TrainingSetup:
     """Whether no row is longer than 128 tokens: on a CPU these have an attention of their own."""
     beside: int = 0
     """Bytes of the device that other processes keep (`SLEEPING_SERVER_BYTES`)."""
+
+    @property
+    def gang(self) -> bool:
+        """Whether FSDP gathers the weights of layers, even from one device."""
+        return self.ranks * self.replicas > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +226,9 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup) -> RankMemory:
 def _overhead(setup: TrainingSetup, working: int) -> int:
     if setup.device != "cuda":
         return 0
-    collective = _COLLECTIVE_BYTES if setup.ranks > 1 else 0
+    # NCCL has buffers of its own for the ranks of a host and for those between hosts.
+    groups = (setup.ranks > 1) + (setup.replicas > 1)
+    collective = groups * _COLLECTIVE_BYTES
     return _CONTEXT_BYTES + collective + int(_FRAGMENTS * working) + setup.beside
 
 
@@ -246,11 +255,11 @@ def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
     # With checkpointing the casts of the forward pass are gone.
     layers = 1 if setup.checkpointing else shape.layers
     gathered = _gathered(shape, setup) + _cast_bytes(shape, setup, layers * shape.layer, head=False)
-    if setup.ranks > 1:  # this layer's gradient, and float32 of it and of the one before
+    if setup.gang:  # this layer's gradient, and float32 of it and of the one before
         gathered += (_wide(setup) + 2 * _FULL) * shape.layer
     # That of an output layer of its own has been added to those of earlier passes. A tied one is
     # added with the embedding's, at the end; a gang scatters it then, too.
-    waits = shape.tied or setup.ranks > 1
+    waits = shape.tied or setup.gang
     head = _head_gradient(shape, setup) if waits else 0
     return gathered, _kept_bytes(shape, setup) + setup.tokens * busy, head
 
@@ -280,7 +289,7 @@ def _stream_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 def _gathered(shape: ModelShape, setup: TrainingSetup) -> int:
     """Return the weights outside of layers, a layer, the next one, and the buffer that it arrives
     in."""
-    return 0 if setup.ranks == 1 else _wide(setup) * (_root(shape) + 3 * shape.layer)
+    return 0 if not setup.gang else _wide(setup) * (_root(shape) + 3 * shape.layer)
 
 
 def _cast_bytes(shape: ModelShape, setup: TrainingSetup, layers: int, *, head: bool = True) -> int:
@@ -304,7 +313,7 @@ def _end_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
         return 0, 0, 0
     wide, root = _wide(setup), _root(shape)
     stream = setup.tokens * 2 * _FULL * shape.hidden
-    if setup.ranks == 1:
+    if not setup.gang:
         # A tied weight gets the sum of two gradients.
         return 0, stream, _FULL * (2 * shape.embedding if shape.tied else shape.embedding)
     # Whole weights and gradients, and the gradients in float32 while they are scattered.
@@ -322,7 +331,7 @@ def _update(shape: ModelShape, setup: TrainingSetup) -> _Parts:
 
 def _wide(setup: TrainingSetup) -> int:
     """Return the bytes per parameter of gathered layers: FSDP's mixed precision is for GPUs."""
-    return _HALF if setup.half and setup.ranks > 1 and setup.device == "cuda" else _FULL
+    return _HALF if setup.half and setup.gang and setup.device == "cuda" else _FULL
 
 
 def _root(shape: ModelShape) -> int:

@@ -186,7 +186,8 @@ class TrainingMemory:
         some = next(iter(found.values()))  # the state is the same on all devices
         model = self._job.spec.policies[self._policy].language_model
         return {
-            "size": some.state - some.base,
+            # A gang with all weights on each of its hosts has said so.
+            "size": max(some.state - some.base, self._state_bytes),
             "base": model.model_dump_json() if some.base else "",
             "base_size": some.base,
             "working": {worker_id: needed.working for worker_id, needed in found.items()},

@@ -645,6 +645,17 @@ class Gangs:
                 remedy=f"Ask for {most}, or for 1.",
             )
 
+    def hosts_of(self, hosts: GangHosts) -> int:
+        """Return the number of machines that ranks would run on; 1 if it is unknown how they are
+        spread over these."""
+        if not hosts.members:
+            return self._settings.gang_nodes
+        # The orchestrator has sorted workers of one machine together.
+        where = [split_address(one)[0] for one in (self._settings.address, *hosts.members)]
+        blocks = [len(list(block)) for _, block in itertools.groupby(where)]
+        even = len(blocks) == len(set(where)) and len(set(blocks)) == 1
+        return len(blocks) if even else 1
+
     def of(self, size: int, key: str, hosts: GangHosts = ALONE) -> Gang:
         """Return the gang of this size on these hosts, started if necessary, to hold a policy.
         Raises the errors of `Gang`."""

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -169,6 +169,10 @@ class GangGroup(RankGroup):
         # Counter of the collectives of passes; it must follow every sharded model.
         self.collectives = PassCollectives()
         self._slice_group: dist.ProcessGroup | None = None
+        # The ranks in blocks, by the number of blocks, for all policies; and the ranks with this
+        # one's shards in all blocks, None where weights are sharded over all ranks.
+        self._blocks: dict[int, DeviceMesh] = {}
+        self._peers: dist.ProcessGroup | None = None
         # Whether the hosts of all ranks share the data directory of rank 0's.
         self.shares_disk = self._shares_disk(data_dir)
 
@@ -187,6 +191,53 @@ class GangGroup(RankGroup):
             self.rank, self.size, context_parallel, self.collectives
         )
         return found
+
+    def replicated(self, replicas: int) -> GangGroup:
+        """Return the same group for a policy of which each of so many blocks of ranks, those of a
+        host, has all weights; all ranks call it.
+
+        Passes then gather weights and scatter gradients within a host, and the hosts' sums of
+        gradients are merged once per update (`sum_over_replicas`): hybrid sharding (Zhao et al.
+        2023, arXiv 2304.11277, section 3.2.2) with the reduction between hosts deferred.
+        """
+        if replicas == 1:
+            return self
+        each = self.size // replicas
+        if replicas not in self._blocks:
+            kind, names = str(self.mesh.device_type), ("replica", "rank")
+            made = init_device_mesh(kind, (replicas, each), mesh_dim_names=names)
+            self._blocks[replicas] = made
+        found, blocks = copy.copy(self), self._blocks[replicas]
+        found.mesh, found._peers = blocks["rank"], blocks.get_group("replica")
+        found.replicas, found.replica = replicas, self.rank // each
+        return found
+
+    def sum_over_replicas(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add this rank's part of each tensor to those of the other replicas, in place."""
+        if self._peers is None:
+            return
+        works = [
+            dist.all_reduce(one, group=self._peers, async_op=True)
+            for one in tensors
+            if one.numel()  # shards of ranks that have no rows of a tensor
+        ]
+        for work in works:
+            work.wait()
+
+    def agreed(self, value: float) -> float:
+        """Return the `value` of the first replica, on all ranks."""
+        if self._peers is None:
+            return value
+        found = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(found, 0, self.control)
+        return float(found)
+
+    def bring_to_replicas(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return `whole`, which rank 0 has and the others have room for, on the ranks that
+        distribute it: the first of every replica."""
+        if self._peers is not None and self.rank % self.mesh.size() == 0:
+            dist.broadcast(whole, 0, self._peers)
+        return whole
 
     def summed_over_slices(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values`, [n] on the device, over the ranks that divide this one's
@@ -264,14 +315,15 @@ class GangGroup(RankGroup):
 
     def _set_limit(self) -> None:
         limit = timedelta(seconds=self._limits[-1])
-        for group in (self.control, *self.mesh.get_all_groups()):
+        peers = [] if self._peers is None else [self._peers]
+        for group in (self.control, *self.mesh.get_all_groups(), *peers):
             _set_pg_timeout(limit, group)
 
     def waiting_for_disks(self, parameters: int) -> contextlib.AbstractContextManager[None]:
         """Return a context of all ranks, in which they wait for each other as long as a slow disk
         may take for the state of this number of parameters, or for each rank's part of it if they
         share a disk."""
-        part = _STATE_BYTES * parameters / (self.size if self.shares_disk else 1)
+        part = _STATE_BYTES * parameters / (self.mesh.size() if self.shares_disk else 1)
         return self.waiting_for(part)
 
     def meet(self) -> None:

@@ -146,12 +146,13 @@ class RankLearner(Learner):
         device: torch.device,
         *,
         double: bool = False,
+        replicas: int = 1,
         **options: Any,
     ) -> None:
-        """Create the rank's learner. `double`: in float64, for proofs; `options`: those of
-        `Learner`."""
+        """Create the rank's learner. `double`: in float64, for proofs; `replicas`: hosts of
+        which each has all weights; `options`: those of `Learner`."""
         own = spec.policies[policy]
-        group = group.divided(own.trainer.context_parallel)
+        group = group.replicated(replicas).divided(own.trainer.context_parallel)
         self._group, self._double, self._device = group, double, device
         self._spec, self._policy_name = spec, policy
         self._half = own.language_model.weight_dtype == "bfloat16"
@@ -356,7 +357,7 @@ class RankLearner(Learner):
                     found[name] = full
                 else:
                     mesh = owner.device_mesh
-                    full = full.to(mesh.device_type)
+                    full = self._group.bring_to_replicas(full.to(mesh.device_type))
                     found[name] = distribute_tensor(full, mesh, owner.placements)
         return found
 
@@ -488,12 +489,14 @@ class GangLearner(PolicyLearner[Row]):
         hosts: GangHosts = ALONE,
         submitted: str = "",
         loaded: Loaded = lambda done, total: None,
+        replicas_on: Callable[[int], int] = lambda hosts: 1,
     ) -> None:
         """`key`: id of the policy among those of a gang; `options`: those of `Learner`; `hosts`:
         hosts of the ranks, also in later gangs; `submitted`: the specification that other hosts
         read, since in `spec` this host's copies have replaced models; `loaded`: called with the
-        loaded bytes of the model."""
-        self._loaded = loaded
+        loaded bytes of the model; `replicas_on`: returns how many of so many hosts have all
+        weights."""
+        self._loaded, self._replicas_on = loaded, replicas_on
         self._gangs, self._key = gangs, key
         self._job, self._policy, self._options = spec, policy, dict(options)
         self._size = spec.policies[policy].trainer.ranks
@@ -694,6 +697,7 @@ class GangLearner(PolicyLearner[Row]):
         self._left = False
         self._gang = self._gangs.of(self._size, self._key, self._hosts)
         code = opened(self._job.code.sha256) if self._job.code else None
+        replicas = self._replicas_on(self._gangs.hosts_of(self._hosts))
         try:
             if self._gang.nodes > 1:
                 self._prepare_hosts()
@@ -701,7 +705,7 @@ class GangLearner(PolicyLearner[Row]):
                 "open",
                 spec=self._job.model_dump_json(),
                 policy=self._policy,
-                options=self._options,
+                options={**self._options, "replicas": replicas},
                 loaded=self._loaded,
                 code="" if code is None else str(code.folder),
             )

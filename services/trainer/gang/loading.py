@@ -353,7 +353,7 @@ def load_sharded(
 
     def make(progress: LoadProgress) -> Any:
         progress.total = sum(t.numel() * t.element_size() for t in module.parameters())
-        progress.total //= group.size
+        progress.total //= group.mesh.size()
         return whole() if group.rank == 0 else None
 
     what = f"loading policy {policy}"
@@ -430,6 +430,7 @@ def scatter_model(
             if model is not None:
                 full.copy_(whole[name])
             if isinstance(own, DTensor):
+                full = group.bring_to_replicas(full)
                 spread = distribute_tensor(full, own.device_mesh, own.placements)
                 meta.put(spread.to_local(), device)
             else:
@@ -488,6 +489,7 @@ def shared_base(
     """Return the base of a policy, made by `make` unless all ranks have it; all ranks must call
     it."""
     source = base_source(spec.language_model, seed, str(group.mesh.device_type))
+    source += (str(group.mesh.size()),)  # ranks that it is sharded over
     known = _BASES.get(source)
     everyone = group.gather(json.dumps(known is not None).encode())
     if known is None or not all(json.loads(one) for one in everyone):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.gang.gathering import in_lockstep, nbytes_of
+from services.trainer.gang.group import GangGroup
 from services.trainer.learning.optimizer import NAMES as GENERATORS
 from services.trainer.learning.optimizer import SEPARATOR, Moments, is_moment
 from troupe.checkpoints.adapters import Tensors
@@ -121,7 +122,8 @@ def scatter_state(directory: Path | None, room: Tensors, group: GangGroup) -> No
                 full = read_one(directory, name, tensor.shape, tensor.dtype)
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
-                room[name] = distribute_tensor(full.to(mesh.device_type), mesh, tensor.placements)
+                full = group.bring_to_replicas(full.to(mesh.device_type))
+                room[name] = distribute_tensor(full, mesh, tensor.placements)
             else:
                 dist.broadcast(full, 0, group.control)
                 room[name] = full

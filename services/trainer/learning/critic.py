@@ -94,7 +94,7 @@ class Critic:
         self._device, self._ranks = device, ranks
         self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.parameters = list(self._trained.values())
-        self.gradients = Gradients(self.parameters)
+        self.gradients = Gradients(self.parameters, ranks)
         self._optimizer = make_optimizer(module, spec.optimizer, offload)
         # Of a gang, FSDP owns the memory of the parameters.
         own = self._trained if ranks.size == 1 else {}

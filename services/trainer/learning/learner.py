@@ -248,6 +248,9 @@ class Accumulation:
             lengths = response_lengths(batch.rows)
             sums.normalizer += normalizer(lengths, algorithm.normalize, self._constant)
         chosen = self._with_gradient(batch)
+        self._gradients.open()
+        if self._critic is not None:
+            self._critic.gradients.open()
         with self._reproducibly():
             if not sums.broken and chosen:
                 some = [batch.rows[i] for i in chosen]
@@ -474,7 +477,7 @@ class Learner(PolicyLearner[Row]):
         self.vocabulary = self._trained.vocabulary
         offload = self._policy.trainer.offload
         self._optimizer = make_optimizer(self.model, self._policy.optimizer, offload)
-        self._gradients = Gradients(self._trained.parameters)
+        self._gradients = Gradients(self._trained.parameters, self._ranks)
         functions = _functions_of(spec)
         self._passes = Passes(
             self._trained,

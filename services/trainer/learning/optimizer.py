@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from services.trainer.learning.ranks import RankGroup
 from troupe.job import OptimizerSpec
 from troupe.job.policy import Offload
 from troupe.scheduling.memory import OFFLOADED_PART
@@ -26,6 +27,8 @@ from troupe.scheduling.memory import OFFLOADED_PART
 FRACTION_BITS = 40
 _SCALE = float(1 << FRACTION_BITS)
 _LIMIT = 1 << 63
+# As torch's `clip_grad_norm_` has it.
+_CLIP_EPS = 1e-6
 # Elements converted at a time: few enough to stay in a CPU's caches.
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
 Generators = dict[str, torch.Tensor]
@@ -110,12 +113,35 @@ def _peaks(tensors: list[torch.Tensor]) -> list[float]:
 
 
 class Gradients:
-    """The gradient sums of a step: in the parameters' `.grad`, or exact ones (`ExactSum`)."""
+    """The gradient sums of a step: in the parameters' `.grad`, or exact ones (`ExactSum`).
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    Where each host of a gang has a replica of the weights, passes add to the sums of their host,
+    which are merged once: for the update, or for a state that is suspended.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], ranks: RankGroup | None = None
+    ) -> None:
         self._parameters = list(parameters)
+        self._ranks = ranks or RankGroup()
+        # Whether `.grad` has the sums over all replicas.
+        self._merged = False
         # Made on first use: only deterministic jobs need it.
         self._exact: ExactSum | None = None
+
+    def open(self) -> None:
+        """Let passes add to the sums; of merged ones only the first replica keeps them."""
+        if self._merged and self._ranks.replica:
+            for parameter in self._parameters:
+                if parameter.grad is not None:  # not dropped: all ranks go on alike
+                    parameter.grad.zero_()
+        self._merged = False
+
+    def _merge(self) -> None:
+        if not self._merged and self._ranks.replicas > 1:
+            grads = [parameter.grad for parameter in self._parameters]
+            self._ranks.sum_over_replicas([local_part(one) for one in grads if one is not None])
+        self._merged = True
 
     def accumulate_exact(self) -> str:
         """Move `.grad` into the exact sums; returns the reason if it cannot, else an empty text."""
@@ -135,12 +161,20 @@ class Gradients:
             if parameter.grad is None:
                 # Every sample of the step had advantage zero: a step of size zero.
                 parameter.grad = torch.zeros_like(parameter)
+        self._merge()
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if self._exact is not None:
             self._exact.write(grads, float(total))
         else:
             torch._foreach_div_(grads, float(total))
-        return _full_norm(torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True))
+        if self._ranks.replicas == 1:
+            clip = torch.nn.utils.clip_grad_norm_
+            return _full_norm(clip(self._parameters, max_norm, foreach=True))
+        # Hosts may add up the norm in different orders, and replicas must stay equal.
+        norm = _full_norm(torch.nn.utils.get_total_norm(grads, foreach=True))
+        norm = self._ranks.agreed(norm)
+        torch._foreach_mul_(grads, min(1.0, max_norm / (norm + _CLIP_EPS)))
+        return norm
 
     @torch.no_grad()
     def weights_norm(self) -> float:
@@ -154,7 +188,11 @@ class Gradients:
             self._exact.clear()
 
     def state(self) -> tuple[dict[str, torch.Tensor], list[int]]:
-        """Return gradients and exact sums, not copied, and the bounds of exact sums, if any."""
+        """Return gradients and exact sums, not copied, and the bounds of exact sums, if any.
+
+        All ranks call it: replicas merge their sums.
+        """
+        self._merge()
         found = {
             f"{i}": parameter.grad
             for i, parameter in enumerate(self._parameters)
@@ -170,6 +208,7 @@ class Gradients:
         self._drop()
         for i, parameter in enumerate(self._parameters):
             parameter.grad = tensors.get(f"{i}")
+        self._merged = True  # every replica has all of it
         self._exact = None
         if bounds:
             self._exact = ExactSum.resumed(
@@ -177,6 +216,7 @@ class Gradients:
             )
 
     def _drop(self) -> None:
+        self._merged = False
         for parameter in self._parameters:
             parameter.grad = None
 

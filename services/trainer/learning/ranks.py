@@ -121,6 +121,8 @@ class RankGroup:
     size = 1
     # Those that divide the tokens of each pass of this rank; None: it computes rows by itself.
     slices: Slices | None = None
+    # Number of replicas of the weights, each with sums of gradients of its own, and this rank's.
+    replicas, replica = 1, 0
 
     def share(self, rows: Sequence[Row]) -> list[int]:
         """Return indices of the rows that this rank computes, of those that all ranks were
@@ -143,3 +145,10 @@ class RankGroup:
     def merged(self, sums: S) -> S:
         """Return the fields of `sums` (a dataclass) added up over all ranks."""
         return sums
+
+    def sum_over_replicas(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add this rank's part of each tensor to those of the other replicas, in place."""
+
+    def agreed(self, value: float) -> float:
+        """Return the `value` of the first replica, so that all make the same step, bit for bit."""
+        return value

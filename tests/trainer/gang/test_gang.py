@@ -15,7 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.gang.gang import Frame, Gangs, decode_rows, encode_rows
+from services.trainer.gang.gang import (
+    ALONE,
+    Frame,
+    GangHosts,
+    Gangs,
+    decode_rows,
+    encode_rows,
+)
 from services.trainer.gang.group import share_of, spans
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learning.learner import Learner
@@ -126,6 +133,22 @@ def test_a_gang_that_cannot_be_is_refused() -> None:
     Gangs(hosts).check("solver", 4)
     with pytest.raises(FailedPrecondition, match="all of their 4"):
         Gangs(hosts).check("solver", 2)
+
+
+def test_workers_of_one_machine_count_as_one_host() -> None:
+    """If ranks of a machine are neighbours, and machines have equally many."""
+    here = Gangs(TrainerSettings(advertise_address="a:1", trainer_device="cpu", gang_ranks=2))
+    for members, hosts in (
+        ((), 1),
+        (("a:2",), 1),
+        (("b:1",), 2),
+        (("a:2", "b:1", "b:2"), 2),
+        (("b:1", "a:2", "b:2"), 1),
+        (("a:2", "b:1"), 1),
+    ):
+        assert here.hosts_of(GangHosts(members)) == hosts, members
+    several = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_nodes=4))
+    assert several.hosts_of(ALONE) == 4
 
 
 @pytest.mark.slow

@@ -17,11 +17,13 @@ import psutil
 import pytest
 
 from services.trainer.gang.gang import Gangs, free_port
+from services.trainer.gang.learner import GangLearner
 from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
 from tests.support.processes import ports_of
 from tests.support.waiting import PATIENCE, block_until
 from tests.trainer.gang.test_gang import (
+    PLAIN,
     alone,
     assert_close,
     assert_equal,
@@ -226,6 +228,25 @@ def test_two_hosts_are_one_gang(tokenizer: Path) -> None:
             learner.accumulate(rows)
             assert learner.apply(0).applied
         assert_close(gang, one)
+        # Another policy, of which each of the hosts that the lead counts has all weights.
+        counted: list[int] = []
+
+        def replicas_on(hosts: int) -> int:
+            counted.append(hosts)
+            return hosts
+
+        other = GangLearner(
+            gangs,
+            "job/other",
+            spec,
+            "solver",
+            {"double": True, **PLAIN},
+            replicas_on=replicas_on,
+        )
+        other.accumulate(rows)
+        assert other.apply(0).applied
+        assert_close(other, one)
+        assert counted == [2]
         weights, moments = gang.weights(), gang.moments()
         gangs.close()
         with pytest.raises(Aborted):
