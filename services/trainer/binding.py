@@ -10,7 +10,7 @@ import torch
 from services.chassis.heartbeat import host_id
 from services.chassis.transfer import HostTransfer
 from services.trainer.claims import Array, Values
-from services.trainer.gang.gang import GangHosts, Gangs
+from services.trainer.gang.gang import GangHosts, Gangs, ranks_here
 from services.trainer.learner_factory import make_learner, memory_needed, resolved_settings
 from services.trainer.learning.interface import PolicyLearner
 from services.trainer.publication import Publication
@@ -93,7 +93,8 @@ class PolicyBinding:
         self.versions = Versions(spec, settings, device, states, publication)
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)
         self._pool = pool
-        self._suspension = Suspension(transfer, self._pool, job_id, policy)
+        self._gang = spec.policies[policy].trainer.gang
+        self._suspension = Suspension(transfer, self._pool, job_id, policy, gang=self._gang > 1)
         # The state prefetched for `resume`: its key, and a copy of it on the device.
         self._fetched: tuple[str, SuspendedTensors] | None = None
         # The key of the suspended state that this binding resumed from, and its unfinished step.
@@ -212,7 +213,8 @@ class PolicyBinding:
             self._pool.give_back(self._fetched[1].tensors.values())
             self._fetched = None
         if self._fetched is None:
-            self._fetched = (state.key, self._suspension.fetch(state))
+            here = ranks_here(self._settings) >= self._gang
+            self._fetched = (state.key, self._suspension.fetch(state, bring_parts=here))
 
     def resume(self, state: trainer_pb.SuspendedState, version: int, checksum: str) -> None:
         """Continue from a suspended state of this process or of another one. Blocking.
@@ -238,7 +240,10 @@ class PolicyBinding:
                 remedy="Bind the policy afresh at its committed version.",
             )
         self._suspension.take(state)
-        self.learner.adopt(suspended.tensors, suspended.document["learner"])
+        try:
+            self.learner.adopt(suspended.tensors, suspended.document["learner"])
+        finally:
+            self._suspension.drop(suspended.parts)
         self.versions.unpack(suspended)
         unfinished = suspended.document["step"]
         self.unfinished = None if unfinished is None else SuspendedStep(**unfinished)

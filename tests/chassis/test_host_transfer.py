@@ -77,6 +77,13 @@ class House:
 
     async def process(self, name: str, **settings: Any) -> HostTransfer:
         """A process of the host `name`."""
+        host = self.guest(name, **settings)
+        await host.start()
+        self.stack.push_async_callback(host.stop)
+        return host
+
+    def guest(self, name: str, **settings: Any) -> HostTransfer:
+        """A process of the host `name` that starts no owner."""
         (self.root / name).mkdir(exist_ok=True)
         changed = {
             "orchestrator_address": self.orchestrator,
@@ -86,10 +93,7 @@ class House:
             "token": SecretStr("secret"),
             **settings,
         }
-        host = HostTransfer(ServiceSettings(**changed), Telemetry())
-        await host.start()
-        self.stack.push_async_callback(host.stop)
-        return host
+        return HostTransfer(ServiceSettings(**changed), Telemetry())
 
 
 @pytest.fixture
@@ -142,6 +146,20 @@ async def test_one_owner_for_two_containers(house: House, monkeypatch: pytest.Mo
     assert left.near_owner(time.monotonic() + 5).startswith("unix:")
     tensors, _ = await in_thread(left.get, KEY)
     assert torch.equal(tensors["layer"], WEIGHTS["layer"])
+
+
+async def test_processes_without_an_owner_use_that_of_their_host(house: House) -> None:
+    """As the ranks of a gang store and read parts of a state: holders are all that they know."""
+    for name in ("left", "right"):
+        await house.host(name)
+    left, right = house.guest("left"), house.guest("right")
+    manifest = right.set(KEY, WEIGHTS)
+    left.hint(KEY, right.holders)
+    tensors, _ = await in_thread(left.get, KEY, expected_checksum=manifest.checksum)
+    assert torch.equal(tensors["layer"], WEIGHTS["layer"])
+    assert left.counters.moves() == {BY_GRPC: 1}
+    for guest in (left, right):
+        await guest.stop()
 
 
 async def test_a_hint_serves_while_the_directory_is_away(house: House) -> None:

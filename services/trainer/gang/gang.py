@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -31,6 +32,8 @@ from pydantic import SecretStr
 from safetensors.torch import load, save
 
 from services.chassis.settings import ServiceSettings
+from services.chassis.telemetry import Telemetry
+from services.chassis.transfer import HostTransfer
 from services.trainer.compute import choose_device
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
@@ -612,6 +615,11 @@ class Gangs:
         # Lock of both tables; not held while ranks carry out orders.
         self._lock = threading.Lock()
 
+    @functools.cached_property
+    def transfer(self) -> HostTransfer:
+        """The transfer layer of this host, in which ranks find states that are given to them."""
+        return HostTransfer(self._settings, Telemetry())
+
     def below_data_dir(self, directory: Path) -> str:
         """Return the path of a directory in orders: below each rank's own data directory."""
         root, path = self._settings.data_dir.resolve(), directory.resolve()
@@ -695,6 +703,8 @@ class Gangs:
         with self._lock:
             for kind in list(self._gangs):
                 self._end(kind)
+            if "transfer" in vars(self):  # it is made when it is first used
+                self.transfer.close()
 
     def _end(self, kind: GangKind) -> None:
         self._keys.pop(kind, None)

@@ -6,7 +6,6 @@ worker uses: every call is an order to all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from services.chassis.transfer import HostTransfer
 from services.trainer.compute import gpu_memory
 from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, Loaded, encode_rows
 from services.trainer.gang.gathering import gathered, whole
@@ -37,12 +35,12 @@ from services.trainer.gang.sharded_state import (
     described,
     empty_state,
     file_checksum,
-    owner_of,
     read_shards,
     scatter_state,
     split,
     write_shards,
 )
+from services.trainer.gang.suspended_shards import bring_shards, store_shards
 from services.trainer.learning.critic import with_value_head
 from services.trainer.learning.forward import TrainedModel
 from services.trainer.learning.interface import Applied, PolicyLearner
@@ -65,7 +63,8 @@ from services.trainer.learning.samples import (
     columns_of,
     parse_rows,
 )
-from services.trainer.state.suspension import PooledParameters, split_fields, under
+from services.trainer.state.parts import PARTS, Box, StoredParts, store_part
+from services.trainer.state.suspension import PooledParameters, split_fields, state_keys, under
 from services.trainer.state.training_state import (
     KeptState,
     Snapshot,
@@ -82,7 +81,7 @@ from troupe.functions.shipped import opened
 from troupe.job import JobSpec
 from troupe.job.policy import Offload
 from troupe.mixtures import Routers, RoutingShape
-from troupe.rpc import DataLoss, ResourceExhausted, from_status, to_status
+from troupe.rpc import DataLoss, ResourceExhausted, from_status, new_id, to_status
 from troupe.scheduling.defaults import defaults_of
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
@@ -96,8 +95,6 @@ _WRITTEN_SECONDS = 0.2
 _PREPARE_SECONDS = 0.2
 # Tensors that ranks gather.
 What: TypeAlias = Literal["published", "weights", "moments", "base"]
-# Dtype and shape by name.
-Described = Mapping[str, tuple[str, Sequence[int]]]
 
 
 def gather(group: GangGroup, tensors: Mapping[str, torch.Tensor], path: Path | None) -> None:
@@ -308,17 +305,20 @@ class RankLearner(Learner):
         """
         self.restore(*split(self._read(directory)))
 
-    def receive(self, tensors: Described, path: Path | None) -> None:
-        """Load the state from a file that only rank 0 can read; all ranks get its description."""
-        self.restore(*split(self._received(tensors, path)))
+    def receive(self, transfer: HostTransfer, stored: StoredParts) -> None:
+        """Load weights and moments that another process has stored."""
+        self.restore(*split(self._brought(transfer, stored)))
 
     def load_reference_shards(self, directory: Path) -> None:
         """Keep a frozen model with the weights in `directory` for the divergence."""
         self.set_reference(self._read(directory, moments=False))
 
-    def suspend(self, path: Path | None) -> dict[str, Any]:
-        """Write the state for `resume`, also in the middle of a step, and return its plain
-        values."""
+    def suspend(self, transfer: HostTransfer, key: str) -> tuple[StoredParts, dict[str, Any]]:
+        """Store the state in parts below `key` for `resume`, also in the middle of a step, and
+        return their description and its plain values.
+
+        Raises StorageFull on all ranks; the step may go on then.
+        """
         sums = self._step.sums
         mine = sums.tokens = self._group.merged(sums.tokens)
         if self._critic is not None:
@@ -326,12 +326,11 @@ class RankLearner(Learner):
         tensors, values = self.suspended()
         if self._group.rank:
             sums.tokens = type(mine)()  # rank 0 has the merged sums now
-        gather(self._group, tensors, path)
-        return values
+        return store_shards(self._group, transfer, key, tensors), values
 
-    def resume(self, tensors: Described, values: dict[str, Any], path: Path | None) -> None:
+    def resume(self, transfer: HostTransfer, stored: StoredParts, values: dict[str, Any]) -> None:
         """Continue from the state that a gang or a single device has suspended."""
-        found = self._received(tensors, path)
+        found = self._brought(transfer, stored)
         if self._group.rank:
             fresh, counts = split_fields(TokenStatistics())
             found = {n: t for n, t in found.items() if not n.startswith("tokens/")}
@@ -341,25 +340,10 @@ class RankLearner(Learner):
                 found, values = self._critic.without_statistics(found, values)
         self.adopt(found, values)
 
-    def _received(self, tensors: Described, path: Path | None) -> Tensors:
-        """Return this rank's shards of the tensors in a file; one whole tensor at a time is in
-        memory."""
-        found: Tensors = {}
+    def _brought(self, transfer: HostTransfer, stored: StoredParts) -> Tensors:
+        """Return this rank's shards of a stored state, whose parts are then deleted."""
         own = self._sharded_tensors()
-        with contextlib.ExitStack() as stack:
-            file = path and stack.enter_context(safe_open(path, framework="pt"))
-            for name, (dtype, shape) in tensors.items():
-                size = torch.Size(shape)
-                owner = owner_of(name, size, own)
-                full = file.get_tensor(name) if file else torch.empty(size, dtype=dtype_of(dtype))
-                if owner is None:
-                    dist.broadcast(full, 0, self._group.control)
-                    found[name] = full
-                else:
-                    mesh = owner.device_mesh
-                    full = self._group.bring_to_replicas(full.to(mesh.device_type))
-                    found[name] = distribute_tensor(full, mesh, owner.placements)
-        return found
+        return bring_shards(self._group, transfer, stored, own, self._device)
 
     def _sharded_tensors(self) -> Tensors:
         """Return the parameters whose sharding the tensors of a state follow, by their names
@@ -665,16 +649,25 @@ class GangLearner(PolicyLearner[Row]):
     # Suspension, in the middle of a step too.
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the whole tensors and plain values (JSON) from which `adopt` continues."""
-        with self._gang.file() as path:
-            answer = self._order("suspend", path=str(path))
-            return load_file(path), answer.header["values"]
+        """Let every rank store its part of the state. Return the parts' description (`PARTS`) and
+        plain values (JSON) from which `adopt` continues."""
+        state = f"{state_keys(self._key)}{new_id('parts')}"
+        try:
+            answer = self._order("suspend", state=state)
+        except BaseException:
+            self._gangs.transfer.clear(state)  # of ranks that have ended since
+            raise
+        stored = StoredParts.decode(answer.body)
+        return {PARTS: stored.as_tensor()}, answer.header["values"]
 
     def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
         """Continue from the result of `suspended`, here or where a single device trained the
-        policy."""
+        policy: every rank reads its part."""
         self._revive()
-        self._hand_over("resume", tensors, values=dict(values))
+        if (stored := StoredParts.in_state(tensors)) is not None:
+            self._order("resume", stored.encode(), values=dict(values))
+        else:
+            self._hand_over("resume", tensors, values=dict(values))
 
     def release(self) -> list[torch.Tensor]:
         """Remove the policy from its ranks; `restore`, `load` and `adopt` bring it back."""
@@ -739,13 +732,14 @@ class GangLearner(PolicyLearner[Row]):
         return self._gang.order(name, body, stop, key=self._key, **header)
 
     def _hand_over(self, name: str, tensors: Mapping[str, torch.Tensor], **header: Any) -> None:
-        """Give whole tensors to the ranks, in a file in memory."""
-        plain = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items()}
-        described = {n: (dtype_name(t.dtype), list(t.shape)) for n, t in plain.items()}
-        with self._gang.file() as path:
-            with in_memory(path, "state"):
-                save_file(plain, path)
-            self._order(name, path=str(path), tensors=described, **header)
+        """Give whole tensors to the ranks, each of which reads its part."""
+        transfer, key = self._gangs.transfer, f"{state_keys(self._key)}{new_id('whole')}"
+        boxes = {name: Box.whole(tensor.shape) for name, tensor in tensors.items()}
+        try:
+            part = store_part(transfer, key, tensors, boxes)
+            self._order(name, StoredParts.of(tensors, [part]).encode(), **header)
+        finally:
+            transfer.delete(key)
 
     def _gathered(self, what: What) -> Tensors:
         with self._gang.file() as path:

@@ -100,7 +100,7 @@ class LoadProgress:
         """Count bytes that have been loaded. Raises TimeoutError once another rank has failed."""
         self.done += nbytes
         if self.given_up.is_set():
-            raise TimeoutError("another rank of the gang could not load its part")
+            raise TimeoutError("another rank of the gang could not do its part")
 
 
 def together(group: GangGroup, what: str, work: Callable[[LoadProgress], T]) -> T:
@@ -136,9 +136,10 @@ def together(group: GangGroup, what: str, work: Callable[[LoadProgress], T]) -> 
             progress.given_up.set()
         if seconds > limit + group.timeout_seconds:
             raise DeadlineExceeded(
-                f"{what}: {done:,} of {total:,} bytes were loaded in {seconds} s",
+                f"{what}: {done:,} of {total:,} bytes were moved in {seconds} s",
                 kind="gang_load_slow",
-                remedy="Keep the model on a disk of the trainers' hosts, or a faster share.",
+                remedy="Keep models on a disk of the trainers' hosts, or a faster share; look for "
+                "a host with a slow disk or network.",
             )
     problem = next(iter(problems), None)
     refusal = to_status(problem) if isinstance(problem, TroupeError) else None
@@ -149,7 +150,7 @@ def together(group: GangGroup, what: str, work: Callable[[LoadProgress], T]) -> 
     if problem is not None:
         raise problem
     if failed:
-        raise TimeoutError(f"{what}: another rank of the gang could not load its part")
+        raise TimeoutError(f"{what}: another rank of the gang could not do its part")
     return found[0]
 
 

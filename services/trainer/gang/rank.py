@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from services.chassis import logs
 from services.chassis.settings import ServiceSettings
+from services.chassis.telemetry import Telemetry
+from services.chassis.transfer import HostTransfer
 from services.trainer.compute import choose_device, give_back_memory
 from services.trainer.gang.gang import (
     Channel,
@@ -38,6 +40,8 @@ from services.trainer.learning.optimizer import local_part
 from services.trainer.learning.ranks import Stopped
 from services.trainer.specifications import HostSpecification
 from services.trainer.state.durability import HostCopy, step_back
+from services.trainer.state.parts import StoredParts
+from services.trainer.state.suspension import state_keys
 from services.trainer.state.training_state import reported
 from troupe.checkpoints.adapters import Tensors
 from troupe.contracts import kinds
@@ -83,6 +87,8 @@ class Rank:
             report_load=self._report_load,
         )
         self._members: dict[str, RankLearner] = {}
+        # This host's, and through its owner process those of other hosts.
+        self._transfer = HostTransfer(settings, Telemetry())
         # Copies of their states; a copy stays until it is written, even if its policy leaves
         # before.
         self._copies: dict[str, ShardCopy] = {}
@@ -98,8 +104,10 @@ class Rank:
             order = self._group.broadcast(self._next(idle_seconds) if self._channel else None)
             name = order.header["order"]
             if name == "leave":
+                self._transfer.close()
                 return
             if name == "wait":
+                self._transfer.sweep()
                 continue
             answer = self._carry_out(order)
             if self._channel is not None:
@@ -132,7 +140,8 @@ class Rank:
     def _carry_out(self, order: Frame) -> Frame:
         """Return the answer of rank 0. Refusals are answers; anything else ends the gang."""
         try:
-            return Frame(self._answer(order) or {})
+            found = self._answer(order)
+            return found if isinstance(found, Frame) else Frame(found or {})
         except Stopped:
             return Frame({"stopped": True})
         except TroupeError as error:
@@ -141,8 +150,8 @@ class Rank:
         except ValueError as error:
             return Frame({"unfit": str(error)})
 
-    def _answer(self, order: Frame) -> dict[str, Any] | None:
-        """Carry out an order on its policy, and return the header of the answer."""
+    def _answer(self, order: Frame) -> Frame | dict[str, Any] | None:
+        """Carry out an order on its policy, and return the answer, or its header."""
         header = order.header
         name, key = header["order"], header["key"]
         if name == "prepare":
@@ -177,24 +186,37 @@ class Rank:
                     self._copies[key] = ShardCopy(self._group, self._device)
                 return {"copied": self._copies[key].take(member.weights() | member.moments())}
             case "load" | "reference":
+                if name == "load":
+                    self._forget_suspended(key)
                 with self._group.waiting_for_disks(member.num_parameters):
                     loads = name == "load"
                     read = member.load_shards if loads else member.load_reference_shards
                     read(self._data_dir / header["directory"])
             case "receive":
-                member.receive(header["tensors"], path)
+                member.receive(self._transfer, StoredParts.decode(order.body))
             case "gather":
                 member.gather(header["what"], path)
             case "suspend":
-                return {"values": member.suspend(path)}
+                self._forget_suspended(key, header["state"])
+                stored, values = member.suspend(self._transfer, header["state"])
+                return Frame({"values": values}, stored.encode())
             case "resume":
-                member.resume(header["tensors"], header["values"], path)
+                stored = StoredParts.decode(order.body)
+                member.resume(self._transfer, stored, header["values"])
             case "prove":
                 proof = member.proof(header["passage"], header["what"])
                 return {"proof": None if proof is None else proof.to_text()}
             case _:
                 raise AssertionError(f"there is no order '{name}'")
         return None
+
+    def _forget_suspended(self, key: str, newest: str = "") -> None:
+        """Delete what this host has of obsolete suspended states of a policy: all but the one that
+        is being stored under `newest`."""
+        if self._group.local == 0:
+            for one in self._transfer.keys(state_keys(key)):
+                if not (newest and one.startswith(newest)):
+                    self._transfer.delete(one)
 
     def _write_copy(self, key: str, header: Mapping[str, Any]) -> dict[str, Any]:
         """Begin to write the copy of a policy's state into `directory`, or answer whether it is

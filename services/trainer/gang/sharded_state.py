@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -186,5 +187,9 @@ def file_checksum(path: Path) -> str:
 
 def as_shard(local: torch.Tensor, of: DTensor) -> DTensor:
     """Return the DTensor like `of` whose shard on this rank is `local`, as FSDP makes them:
-    `from_local` takes three times as long, and moves `local` to the mesh's device."""
-    return DTensor(local, of._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    `from_local` takes three times as long, and moves `local` to the mesh's device. `local` may have
+    another dtype."""
+    spec = of._spec
+    if spec.tensor_meta is not None and local.dtype != spec.tensor_meta.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -3,7 +3,8 @@
 Unlike a state of `StateStore`, it may be from the middle of a step: it includes accumulated
 gradients, the step's statistics and the ids of its claims. It is not durable: if it is lost, the
 policy continues from the committed version, and the step's samples become claimable again. It has
-one owner: `take` removes it, and fails the second time.
+one owner: `take` removes it, and fails the second time. Of a gang, the ranks have stored the
+tensors in parts (parts.py); the state itself has the rest.
 
 `ParameterPool` keeps the memory of policies that left the device for reuse, since fresh pages cost
 several times as much as a copy. The functions below it split a step's state into tensors and plain
@@ -12,10 +13,11 @@ values.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ import torch
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.learning.samples import Row
+from services.trainer.state.parts import PARTS, PartsReader, StoredParts
 from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.contracts.payloads import Payload, Payloads, PlacedPayload
@@ -33,7 +36,7 @@ from troupe.transfer import Corrupt, KeyNotFound, Manifest, brought
 from troupe.v1 import trainer_pb2 as trainer_pb
 
 Values = dict[str, Any]
-FORMAT: Final = 1
+FORMAT: Final = 2
 # Field of the manifest's metadata that holds the plain values.
 _DOCUMENT: Final = "training"
 
@@ -272,16 +275,61 @@ class SuspendedTensors:
 
     tensors: Tensors
     document: dict[str, Any]
+    # Keys of the parts that ranks have stored, which are deleted once a learner has the state.
+    parts: Sequence[str] = ()
+
+
+def state_keys(key: str) -> str:
+    """Return the beginning of the keys of suspended states, and of their parts, of the policy
+    "JOB/POLICY"."""
+    return f"{key}/training@"
+
+
+@contextlib.contextmanager
+def found_intact(key: str, checksum: str) -> Iterator[None]:
+    """Enter a context in which the suspended state `key`, or a part of it, is read.
+
+    Raises NotFound of kind "suspended_state_gone", DataLoss of kind "suspended_state_changed".
+    """
+    try:
+        yield
+    except KeyNotFound as error:
+        raise _gone(key) from error
+    except (Corrupt, KeyError, ValueError) as error:
+        raise DataLoss(
+            f"the suspended state {key} is not what was suspended: {error}",
+            kind="suspended_state_changed",
+            field="state.checksum",
+            value=checksum,
+            remedy="Bind the policy afresh: its step begins again from the committed version.",
+        ) from error
+
+
+def _gone(key: str) -> NotFound:
+    return NotFound(
+        f"the suspended state {key} is gone",
+        kind="suspended_state_gone",
+        field="state.key",
+        value=key,
+        remedy="Bind the policy afresh: its step begins again from the committed version.",
+    )
 
 
 class Suspension:
     """Stores and fetches the suspended state of one policy. Blocking, in any thread."""
 
     def __init__(
-        self, transfer: HostTransfer, pool: ParameterPool, job_id: str, policy: str
+        self,
+        transfer: HostTransfer,
+        pool: ParameterPool,
+        job_id: str,
+        policy: str,
+        *,
+        gang: bool = False,
     ) -> None:
-        self._transfer, self._pool = transfer, pool
-        self._prefix = f"{job_id}/{policy}/training@"
+        """`gang`: whether the ranks of a gang, not this process, have the state on devices."""
+        self._transfer, self._pool, self._gang = transfer, pool, gang
+        self._prefix = state_keys(f"{job_id}/{policy}")
         self._policy = policy
 
     def store(
@@ -291,7 +339,9 @@ class Suspension:
         unfinished: SuspendedStep | None,
         lease: float,
     ) -> trainer_pb.SuspendedState:
-        """Put a copy of `suspended` into the transfer layer. Raises StorageFull."""
+        """Put a copy of `suspended` into the transfer layer. Raises StorageFull, and then deletes
+        the parts that ranks have stored."""
+        stored = StoredParts.in_state(suspended.tensors)
         document = {
             **suspended.document,
             "format": FORMAT,
@@ -299,15 +349,19 @@ class Suspension:
         }
         # Every suspension has a key of its own: two suspensions of one version may have equal
         # tensors, if the samples trained in between had no gradient.
-        manifest: Manifest = self._transfer.set(
-            f"{self._prefix}{version}-{new_id()}",
-            suspended.tensors,
-            metadata={_DOCUMENT: json.dumps(document)},
-        )
+        try:
+            manifest: Manifest = self._transfer.set(
+                f"{self._prefix}{version}-{new_id()}",
+                suspended.tensors,
+                metadata={_DOCUMENT: json.dumps(document)},
+            )
+        except BaseException:
+            self.drop(() if stored is None else stored.keys)
+            raise
         state = trainer_pb.SuspendedState(
             key=manifest.key,
             checksum=manifest.checksum,
-            num_bytes=manifest.num_bytes,
+            num_bytes=manifest.num_bytes + (0 if stored is None else stored.num_bytes),
             version=version,
             lease_seconds=lease,
             holders=self._transfer.holders,
@@ -317,8 +371,12 @@ class Suspension:
             state.claims, state.samples = len(unfinished.claim_ids), unfinished.samples
         return state
 
-    def fetch(self, state: trainer_pb.SuspendedState) -> SuspendedTensors:
-        """Copy the suspended `state` to the device, from any host, without removing it.
+    def fetch(
+        self, state: trainer_pb.SuspendedState, *, bring_parts: bool = False
+    ) -> SuspendedTensors:
+        """Copy the suspended `state` to the device, from any host, without removing it; for a gang
+        to host memory, without its parts, which the ranks read. `bring_parts`: have those on this
+        host.
 
         Raises NotFound of kind "suspended_state_gone", DataLoss of kind "suspended_state_changed".
         """
@@ -331,24 +389,30 @@ class Suspension:
                 remedy="Resume a policy from what its own suspension returned.",
             )
         self._transfer.hint(state.key, state.holders)
-        try:
+        with found_intact(state.key, state.checksum):
             tensors, manifest = self._transfer.get(
                 state.key, expected_checksum=state.checksum, lasting=True
             )
             document = json.loads(manifest.metadata[_DOCUMENT])
             if document["format"] != FORMAT:
                 raise ValueError(f"its format is {document['format']}")
-            return SuspendedTensors(self._pool.copy_to_device(tensors), document)
-        except KeyNotFound as error:
-            raise self._gone(state.key) from error
-        except (Corrupt, KeyError, ValueError) as error:
-            raise DataLoss(
-                f"the suspended state {state.key} is not what was suspended: {error}",
-                kind="suspended_state_changed",
-                field="state.checksum",
-                value=state.checksum,
-                remedy="Bind the policy afresh: its step begins again from the committed version.",
-            ) from error
+            stored = StoredParts.in_state(tensors)
+            keys = () if stored is None else stored.keys
+            if self._gang:
+                if bring_parts and stored is not None:
+                    self._bring(stored)
+                # Copies, since a view would keep the memory of the whole state.
+                copied = {name: tensor.clone() for name, tensor in tensors.items()}
+                return SuspendedTensors(copied, document, keys)
+            if stored is not None:
+                whole = PartsReader(self._transfer, stored).whole()
+                tensors = {name: t for name, t in tensors.items() if name != PARTS} | whole
+            return SuspendedTensors(self._pool.copy_to_device(tensors), document, keys)
+
+    def _bring(self, stored: StoredParts) -> None:
+        for part in stored.parts:
+            self._transfer.hint(part.key, part.holders)
+            self._transfer.fetch(part.key, expected_checksum=part.checksum)
 
     def take(self, state: trainer_pb.SuspendedState) -> None:
         """Remove the state, which now belongs to the caller.
@@ -356,18 +420,13 @@ class Suspension:
         Raises NotFound of kind "suspended_state_gone".
         """
         if not self._transfer.delete(state.key):
-            raise self._gone(state.key)
+            raise _gone(state.key)
+
+    def drop(self, parts: Collection[str]) -> None:
+        """Delete parts of a state, on all hosts."""
+        self._transfer.drop(parts)
 
     def forget(self) -> None:
         """Delete all suspended states of this policy."""
         for key in self._transfer.keys(self._prefix):
             self._transfer.delete(key)
-
-    def _gone(self, key: str) -> NotFound:
-        return NotFound(
-            f"the suspended state {key} is gone",
-            kind="suspended_state_gone",
-            field="state.key",
-            value=key,
-            remedy="Bind the policy afresh: its step begins again from the committed version.",
-        )

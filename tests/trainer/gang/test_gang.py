@@ -30,6 +30,7 @@ from services.trainer.learning.model import load_model
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
+from services.trainer.state.parts import PartsReader, StoredParts
 from services.trainer.state.training_state import StateStore, TrainingState
 from tests.support.training import make_rollout, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
@@ -77,6 +78,16 @@ def assert_close(gang: GangLearner, one: Learner, tolerance: float = 1e-10) -> N
 def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert set(mine) == set(theirs)
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+def whole_state(gangs: Gangs, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a gang has suspended in parts, for one device; the parts are deleted."""
+    stored = StoredParts.in_state(tensors)
+    assert stored is not None
+    found = {n: t.clone() for n, t in PartsReader(gangs.transfer, stored).whole().items()}
+    for key in stored.keys:
+        assert gangs.transfer.delete(key)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +402,7 @@ def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: G
     gang.accumulate(rows[:4])
     tensors, values = gang.suspended()
     assert gang.release() == []
-    one.adopt({name: t.clone() for name, t in tensors.items()}, values)
+    one.adopt(whole_state(gangs, tensors), values)
     tensors, values = one.suspended()
     gang.adopt(tensors, values)
     stop = threading.Event()

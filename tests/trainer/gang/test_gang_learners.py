@@ -18,7 +18,14 @@ from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
 from services.trainer.state.training_state import StateStore, TrainingState
 from tests.trainer.batches import Shape, random_rows
-from tests.trainer.gang.test_gang import PLAIN, assert_close, assert_equal, gang_spec, gangs
+from tests.trainer.gang.test_gang import (
+    PLAIN,
+    assert_close,
+    assert_equal,
+    gang_spec,
+    gangs,
+    whole_state,
+)
 from troupe.job import JobSpec
 from troupe.transfer import checksum_of
 
@@ -113,7 +120,7 @@ def test_two_ranks_learn_what_one_device_does(
     gang.accumulate(rows[:5])
     tensors, values = gang.suspended()
     assert gang.release() == []
-    one.adopt({name: t.clone() for name, t in tensors.items()}, values)
+    one.adopt(whole_state(gangs, tensors), values)
     tensors, values = one.suspended()
     tensors = {name: t.clone() for name, t in tensors.items()}
     gang.adopt(tensors, values)

@@ -123,19 +123,45 @@ def test_a_full_memory_disk_is_named_and_the_gang_goes_on(
     gang.accumulate(rows_of(spec, 6, 0))
     monkeypatch.setattr(gang._gang, "directory", small_disk)
     ballast = fill_up(small_disk, 8192)
-    calls = (gang.published, gang.suspended, lambda: gang.restore(weights, moments))
-    for call in calls:
-        with pytest.raises(ResourceExhausted) as caught:
-            call()
-        assert caught.value.kind == "storage_full"
-        assert caught.value.value == str(small_disk)
-        assert caught.value.remedy
+    with pytest.raises(ResourceExhausted) as caught:
+        gang.published()
+    assert caught.value.kind == "storage_full"
+    assert caught.value.value == str(small_disk)
+    assert caught.value.remedy
     assert os.listdir(small_disk) == ["ballast"]
     ballast.unlink()
     assert not gang.lost
     assert gang.apply(0).metrics["samples"] == 6
     gang.restore(weights, moments)
     assert_equal(gang.weights(), weights)
+
+
+@slow
+def test_a_full_transfer_directory_is_named_by_all_ranks_and_the_gang_goes_on(
+    tokenizer: Path, small_disk: Path
+) -> None:
+    settings = {"trainer_device": "cpu", "gang_ranks": 2, "gang_timeout_seconds": 60}
+    gangs = Gangs(TrainerSettings(**settings, transfer_dir=small_disk / "transfer"))
+    spec = gang_spec(tokenizer)
+    try:
+        gang = together(gangs, spec)
+        weights, moments = gang.weights(), gang.moments()
+        gang.accumulate(rows_of(spec, 6, 0))
+        ballast = fill_up(small_disk, 8192)
+        for call in (gang.suspended, lambda: gang.restore(weights, moments)):
+            with pytest.raises(ResourceExhausted) as caught:
+                call()
+            assert caught.value.kind == "storage_full"
+            assert caught.value.remedy
+        assert gangs.transfer.keys() == []
+        ballast.unlink()
+        assert not gang.lost
+        assert gang.apply(0).metrics["samples"] == 6
+        gang.restore(weights, moments)
+        assert_equal(gang.weights(), weights)
+        assert gangs.transfer.keys() == []
+    finally:
+        gangs.close()
 
 
 def test_an_invalid_endpoint_is_named_and_leaves_nothing(
