@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from troupe.doctor import interpreters
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text()
 PROGRAM = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
@@ -66,7 +68,8 @@ def test_rollout_and_trainer_get_devices_and_the_rest_stays() -> None:
         arguments = one["build"]["args"]
         assert arguments["SERVICE"] == name
         assert arguments["COMPILER"] == "1"
-        assert ("SGLANG" in arguments) == (name == "rollout")
+        # What launches servers has what they compile their kernels with.
+        assert ("SGLANG" in arguments) == ("CUDA_IMAGE" in arguments) == (name == "rollout")
         # Two copies of one service would use the same devices.
         assert 1 in (one.get("scale"), one.get("deploy", {}).get("replicas"))
         for kept in ("cap_drop", "security_opt", "user", "volumes", "healthcheck", "depends_on"):
@@ -90,6 +93,33 @@ def test_devices_and_memory_are_chosen_by_the_environment() -> None:
     assert _bytes(trainer["shm_size"]) == 64 << 30
     assert rollout["build"]["args"]["SGLANG"] == "0.5.20"
     assert {one["build"]["args"]["BASE_IMAGE"] for one in (rollout, trainer)} == {"example/cuda:13"}
+
+
+def test_nvcc_comes_from_a_devel_image_of_torchs_cuda_to_where_servers_look(
+    tmp_path: Path,
+) -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
+    image = services["rollout"]["build"]["args"]["CUDA_IMAGE"]
+    release = re.fullmatch(
+        r"\$\{TROUPE_CUDA_IMAGE:-nvidia/cuda:(\d+)\.[\d.]+-devel-\w+[\d.]*\}", image
+    )
+    assert release is not None
+    extra = (ROOT / "pyproject.toml").read_text()
+    assert f"ucxx-cu{release[1]}==" in extra  # the CUDA that torch's build of the lock has
+    step = next(line for line in DOCKERFILE.splitlines() if line.startswith("RUN mkdir -p /cuda"))
+    for nvcc in (True, False):
+        root = tmp_path / str(nvcc)
+        (root / "usr/local/cuda-13.0/bin").mkdir(parents=True)
+        (root / "usr/local/cuda").symlink_to("cuda-13.0")
+        if nvcc:
+            (root / "usr/local/cuda-13.0/bin/nvcc").write_text("#!/bin/sh\n")
+            (root / "usr/local/cuda-13.0/bin/nvcc").chmod(0o755)
+        command = step.removeprefix("RUN ").replace(" /", f" {root}/")
+        subprocess.run(["sh", "-ec", command], check=True)
+        found = interpreters.nvcc({"CUDA_HOME": str(root / "cuda"), "PATH": ""})
+        assert (found == str(root / "cuda/bin/nvcc")) == nvcc
+    # The image has it where the doctor, as SGLang, looks without a variable.
+    assert "COPY --from=cuda /cuda /usr/local/cuda" in DOCKERFILE
 
 
 def test_the_image_knows_every_argument_and_builds_nothing_more_without_them() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from troupe.devices import find_devices
 from troupe.doctor import host, interpreters
 from troupe.doctor.findings import Finding, Verdict
+from troupe.doctor.interpreters import NoEnvironment
+from troupe.doctor.sandboxes import sandboxes
+from troupe.job import JobSpec
 from troupe.job.engines import KINDS
+from troupe.job.loading import FieldProblem
 from troupe.rpc import InvalidArgument
 
 # Environment variables that name the interpreter of an inference server, by kind of server.
@@ -49,8 +53,8 @@ async def examine(
             if environment.get(variable)
         }
     own = await interpreters.own_environment(with_devices=devices > 0)
-    servers, redis = await asyncio.gather(
-        interpreters.servers(named, own, devices), host.redis(redis_url)
+    servers, redis, kinds = await asyncio.gather(
+        interpreters.servers(named, own, devices), host.redis(redis_url), sandboxes()
     )
     return [
         *host.devices(environment),
@@ -60,4 +64,47 @@ async def examine(
         *host.limits(),
         *host.network(environment),
         *redis,
+        *kinds,
     ]
+
+
+def examine_servers(spec: JobSpec, devices: int) -> tuple[list[FieldProblem], list[Finding]]:
+    """Check the environments of the servers that a job launches, if it runs on this host: faults of
+    policies whose environment has no server, and findings that make its jobs slow or fail."""
+    launched = {
+        name: (KINDS[one.engine.kind], one.engine.python)
+        for name, one in spec.policies.items()
+        if one.engine.is_server and not one.engine.urls and one.simulated is None
+    }
+    places = {kind.interpreter(python): kind.name for kind, python in launched.values()}
+    found = asyncio.run(_environments(places))
+    problems, findings = [], {}
+    for name, (kind, python) in launched.items():
+        place = kind.interpreter(python)
+        there = found[place]
+        if isinstance(there, NoEnvironment) or kind.name not in there.packages:
+            fault = str(there) if isinstance(there, NoEnvironment) else f"has no {kind.name}"
+            remedy = (
+                f"Install it: {kind.install}; and name its Python, here or in "
+                f"{kind.python_variable} (docs/gpus.md)."
+            )
+            problems.append(FieldProblem(f"policies.{name}.engine.python", place, fault, remedy))
+        else:
+            findings[place] = interpreters.server_of(
+                kind.name, there, interpreters.running_environment(), devices
+            )
+    bad = [one for some in findings.values() for one in some if one.verdict is not Verdict.GOOD]
+    return problems, list(dict.fromkeys(bad))
+
+
+async def _environments(
+    places: Iterable[str],
+) -> dict[str, interpreters.Environment | NoEnvironment]:
+    async def read(place: str) -> interpreters.Environment | NoEnvironment:
+        try:
+            return await interpreters.read_environment(place)
+        except NoEnvironment as error:
+            return error
+
+    named = list(places)
+    return dict(zip(named, await asyncio.gather(*map(read, named)), strict=True))

@@ -39,8 +39,8 @@ def doctor(
     ] = "",
     as_json: options.AsJson = False,
 ) -> None:
-    """Check this host: driver, devices, torch, inference servers, memory, limits, network, Redis.
-    Exit status 1 if jobs would fail."""
+    """Check this host: driver, devices, torch, inference servers, memory, limits, network, Redis,
+    sandboxes. Exit status 1 if jobs would fail."""
     findings = asyncio.run(examine(redis_url, _named(servers) if servers else None))
     if as_json:
         print(json.dumps([asdict(one) for one in findings], indent=2))

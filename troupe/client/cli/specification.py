@@ -27,6 +27,7 @@ from troupe.cluster.inventory import NodeShares, fill
 from troupe.data.demonstrations import TRIED_ROWS, renderer_of
 from troupe.data.tasks import TaskSplit, compare_splits, open_tasks
 from troupe.devices import Device, find_devices, parse_devices
+from troupe.doctor.examination import examine_servers
 from troupe.functions.sources import collect
 from troupe.job import JobSpec, JobSpecError, load_job
 from troupe.job.automatic import with_values
@@ -108,7 +109,9 @@ def validate(
     given = parse_devices(devices, "--devices") if devices is not None else ()
     spec = load_with(path, assignments or [])
     # What is installed on this machine says nothing about declared devices.
-    machine = given or find_devices()
+    here = () if given else find_devices()
+    machine = given or here
+    warnings = [] if given else check_servers(spec, here)
     _refuse_quantized(spec)
     _refuse_templates(spec)
     code = "--imports checks that its code can be imported"
@@ -122,7 +125,7 @@ def validate(
         highlight=False,
         soft_wrap=True,
     )
-    for line in (*data, *advice(spec)):
+    for line in (*data, *advice(spec), *warnings):
         Console().print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
     if machine:
         spec = show_shares(spec, machine, Console())
@@ -171,6 +174,16 @@ def _refuse_templates(spec: JobSpec) -> None:
             )
     if problems:
         raise JobSpecError(problems)
+
+
+def check_servers(spec: JobSpec, devices: Sequence[Device]) -> list[str]:
+    """Return warnings about the environments of the servers that the job launches. Raises
+    JobSpecError for policies that find no server on this machine, if it has devices; a machine
+    without any may be one from which jobs are only submitted."""
+    problems, findings = examine_servers(spec, len(devices))
+    if problems and devices:
+        raise JobSpecError(problems)
+    return [*(f"on this machine, {one}" for one in problems), *map(str, findings)]
 
 
 def show_shares(spec: JobSpec, devices: Sequence[Device], console: Console) -> JobSpec:

@@ -37,7 +37,8 @@ from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.inventory import fill
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, running_state, sign_in_link
-from troupe.job import JobSpec
+from troupe.doctor.examination import examine_servers
+from troupe.job import JobSpec, JobSpecError
 from troupe.rpc.errors import InvalidArgument, TroupeError
 
 # Held-out queries whose conversations are shown, before and after training.
@@ -161,6 +162,8 @@ def train(
                 remedy=f"Omit it, or change the job: troupe jobs resume {resume} --spec FILE.",
             )
     spec = None if job is None else load_with(job, assignments or [])
+    if spec is not None and cluster is None and running_state(settings().data_dir) is None:
+        _refuse_without_servers(spec)
     plan = TrainPlan(
         spec=spec,
         job_id=job_id,
@@ -171,6 +174,13 @@ def train(
         settings=(settings() if spec is None else _settings_for(spec, settings)).resolved(),
     )
     raise typer.Exit(asyncio.run(run(plan, Console())))
+
+
+def _refuse_without_servers(spec: JobSpec) -> None:
+    """Raise JobSpecError for policies whose servers' environment is not on this machine, which the
+    cluster that is about to start has alone."""
+    if problems := examine_servers(spec, 0)[0]:
+        raise JobSpecError(problems)
 
 
 def _settings_for(spec: JobSpec, settings: options.MakeSettings) -> ClusterSettings:
