@@ -55,8 +55,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def torch_threads() -> Iterator[None]:
-    """What a test, or what it calls (reward models take all cores), sets the number of torch's
-    threads to is not that of later tests: passes divide their rows by it."""
+    """Restore the number of torch's threads, which a test or its callees may change (reward models
+    take all cores), for later tests: passes divide their rows by it."""
     before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
     yield
     if before is not None and (torch := sys.modules["torch"]).get_num_threads() != before:
@@ -89,16 +89,16 @@ def durable_redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def no_old_jobs(redis_server: RedisServer) -> None:
-    """Nothing of former modules in the shared Redis: a store looks after every job that it finds
-    there, a few times a second, and hundreds that nobody ended slow all that come after."""
+    """Clear earlier modules' data from the shared Redis: a store checks every job that it finds
+    there a few times a second, and hundreds of unfinished jobs slow all later tests."""
     with Redis.from_url(redis_server.url) as redis:
         redis.flushall()
 
 
 @pytest.fixture
 def empty_redis(redis_server: RedisServer) -> str:
-    """Where the shared Redis is, with nothing in it: an orchestrator goes on with the jobs that it
-    finds there, which another test left unfinished, and this test's workers would play them."""
+    """The address of the empty shared Redis: an orchestrator continues the jobs that it finds
+    there, which another test left unfinished, and this test's workers would play them."""
     with Redis.from_url(redis_server.url) as redis:
         redis.flushall()
     return redis_server.url
@@ -113,7 +113,7 @@ def _import_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _edited_tests_stay() -> Iterator[None]:
-    """Keep services from importing modules of the suite anew, as they do with a user's modules.
+    """Keep services from importing modules of the suite again, as they do with a user's modules.
 
     They would talk to other modules than the tests, after an edit of any file or after a test that
     has imported a file of its own. For the whole session: fixtures of modules prepare jobs, too.

@@ -144,7 +144,7 @@ def test_a_bandit_is_solved(advantage: str, loss: str) -> None:
 @pytest.mark.parametrize(("advantage", "loss"), PAIRS)
 def test_a_cooperative_matrix_game_is_solved(advantage: str, loss: str) -> None:
     """Two agents with one payoff, each of which sees only its own action. Answers have two tokens,
-    of which the second does not matter, so that ratios of sequences and of tokens differ."""
+    the second of which does not matter, so that ratios of sequences and of tokens differ."""
     generator = torch.Generator().manual_seed(1)
     algorithm = _algorithm(advantage, loss, "constant")
     players = [Player(name, len(PAYOFF), 2, algorithm) for name in ("row", "column")]

@@ -177,7 +177,7 @@ async def test_a_model_that_no_host_has_is_refused_with_the_hosts_named(
             assert address in caught.value.message
             assert "no answer from 127.0.0.1:9" in caught.value.message
             assert "the last is the head" in (caught.value.remedy or "")
-        # On a single host, and while the orchestrator is away, whoever loads it says so.
+        # On a single host, and while the orchestrator is unreachable, loading reports the error.
         assert await here(tmp_path, address, transfer_serve="off").localized(team()) == team()
         assert await here(tmp_path).localized(team()) == team()
 

@@ -21,7 +21,7 @@ from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 ONCE = ClientSettings(retry=NO_RETRY)
 
 
-# Not so short that a busy machine makes a loop stand still as long.
+# Long enough that a busy machine does not block a loop for this time.
 @pytest.mark.slow
 def test_a_process_whose_loop_stands_still_ends_and_shows_its_threads(
     launch: Launch, tmp_path: Path

@@ -115,7 +115,7 @@ async def test_wrong_parameters_are_problems_that_name_them(panel: Panel, query:
 
 
 async def test_a_watch_that_can_never_succeed_ends_with_a_problem(panel: Panel) -> None:
-    """It began, and then the job was gone: asking again each second would go on for ever."""
+    """The stream began, and then the job was gone: retries every second would never end."""
     job_id = await panel.submit()
     gone = asyncio.create_task(_gone_later(panel, job_id))
     events = [line async for line in _lines(panel, f"/api/jobs/{job_id}/events")]

@@ -124,7 +124,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 def pods(objects: Objects) -> Iterator[PodTemplate]:
-    """One template per kind of pod, with those of leaders and workers apart."""
+    """Return one template per kind of pod, with separate ones for leaders and workers."""
     for (kind, name), one in objects.items():
         if kind in ("Deployment", "StatefulSet"):
             yield PodTemplate(name, one["spec"]["template"])

@@ -364,7 +364,7 @@ def test_the_example_is_trained_through_the_panel(compose: Callable[..., str]) -
         url = f"/api/jobs/{reply.json()['job_id']}"
         _wait(lambda: _ended(panel, url) or panel.get(url).json()["step"] >= 1, 600, "a step")
         assert not _ended(panel, url), panel.get(url).json()["problem"]
-        # All rollout containers die at once; the job goes on when they are back.
+        # All rollout containers die at once; the job continues when they are back.
         compose("kill", "-s", "KILL", "rollout")
         compose("up", "-d", "--no-build")
         _wait(lambda: _ended(panel, url), 900, "the end")

@@ -23,8 +23,8 @@ from scripts.lock import LOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Imports the modules that standard input names; code of this repository cannot import packages but
-# those of the distributions in the arguments. What others look for is theirs.
+# Imports the modules that standard input names; code of this repository can only import packages of
+# the distributions in the arguments. Other code is not restricted.
 IMPORT = """
 import importlib, sys, traceback
 from importlib.metadata import packages_distributions

@@ -85,7 +85,7 @@ def test_commands_are_shell_and_take_no_secret_as_an_argument(file: Path) -> Non
 
 
 FAKES = {
-    # A head and a node stay until they are told to end; a job ends after they have come up.
+    # A head and a node run until they are stopped; a job ends after they have started.
     "troupe": 'trap "echo ended $1 >>$LOG; exit" TERM; echo "troupe $@" >>"$LOG"; case $1 in '
     "head|node) while :; do /bin/sleep 0.05; done;; "
     'train) [ "$3" != --cluster ] || until grep -q node "$LOG" && grep -q "troupe head" "$LOG"; do '

@@ -187,7 +187,7 @@ def test_a_job_goes_on_when_a_node_dies_and_the_allocation_is_requeued(
 
 
 def _daemons(conf: str, node: str = "") -> list[psutil.Process]:
-    """The daemons of a Slurm by its configuration: that of a node, or all."""
+    """The daemons of a Slurm by its configuration: a node's, or all."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -96,8 +96,8 @@ def link_into(site: Path, one: Distribution) -> None:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of an environment that has the wheel and what `troupe-rl[cpu]` needs, nothing else:
-    packages are those of this environment, in the lock's versions."""
+    """Return variables of an environment with only the wheel and the requirements of
+    `troupe-rl[cpu]`, as packages of this environment, in the lock's versions."""
     venv = tmp_path_factory.mktemp("clean") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     [site] = venv.glob("lib/python*/site-packages")

@@ -1,4 +1,4 @@
-"""Services on hosts that share nothing but the network: no data_dir, no transfer_dir.
+"""Services on hosts that share only the network: no data_dir, no transfer_dir.
 
 Hosts are directories on loopback or, for root, network namespaces as well.
 """

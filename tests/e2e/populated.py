@@ -31,8 +31,8 @@ def population_job(
     changes: Mapping[str, Any] | None = None,
     **population: Any,
 ) -> str:
-    """A job of `agents` (by name: their policy) and learners that nobody is by default (`others`),
-    in two iterations of one step."""
+    """Return a job of `agents` (by name: their policy) and learners without agents by default
+    (`others`), in two iterations of one step."""
     model = models / "games"
     if not model.is_dir():
         make_model(model)

@@ -162,8 +162,8 @@ async def test_hosts_with_networks_of_their_own(
             assert moved(hosts.metrics(name), action="get", transport="grpc") or moved(
                 hosts.metrics(name), action="get", transport="ucx"
             )
-        # What is deleted while its owner is away stays, so nothing is said of that here: that
-        # values go on every host is test_host_transfer's.
+        # Values deleted while their owner is away stay, so this is not checked here:
+        # test_host_transfer checks the deletion on every host.
 
 
 async def test_a_host_that_is_lost_after_publishing_is_survived_by_a_copy(

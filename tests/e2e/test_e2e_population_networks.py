@@ -119,7 +119,7 @@ async def test_psro_of_networks_becomes_hard_to_exploit(house: House) -> None:
 
 
 async def test_three_players_whose_best_responses_begin_again(house: House) -> None:
-    """Off the newest version, too; who sits behind whom matters, and nobody changes seats."""
+    """Also with older versions; the order of seats matters, and no player changes seats."""
     game = "kuhn_poker(players=3)"
     text = job(
         environment={"args": {"game": game, "seats": None}},

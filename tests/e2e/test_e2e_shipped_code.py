@@ -100,7 +100,8 @@ async def test_a_node_without_the_package_trains_two_versions_of_it(
                         break
                     assert there.poll() is None, _logs(tmp_path)
                     await asyncio.sleep(0.5)
-            # Not sent, it is not there; and what REST would submit names files that nobody has.
+            # Without sending it is missing; and a submission over REST names files that no host
+            # has.
             bare = await client.submit(shipping(models, tmp_path, code=None))
             failed = await bare.wait(timeout=200)
             assert failed.problem is not None

@@ -145,7 +145,7 @@ class Stage:
 async def open_stage(
     directory: Path, *, context: int = 2048, **options: Any
 ) -> AsyncIterator[Stage]:
-    """A prepared job on a house of its own; `options` are for `open_house`.
+    """A prepared job on a separate house; `options` are for `open_house`.
 
     `context`: tokens, each of which is a character.
     """

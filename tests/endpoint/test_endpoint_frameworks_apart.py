@@ -40,8 +40,8 @@ class Framework(NamedTuple):
     # The policy's replies, and the agent's results.
     said: tuple[str, ...]
     answer: str = "It is 7."
-    # Turns whose prompt does not continue the sampled ids: the framework writes its past anew, or
-    # asks without its tools.
+    # Turns whose prompt does not continue the sampled ids: the framework rewrites its past, or
+    # requests without its tools.
     breaks: int = 0
     # Whether it requests options that an endpoint only accepts with `lenient`.
     lenient: bool = False

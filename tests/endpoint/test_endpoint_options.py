@@ -25,8 +25,8 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "ab"},
     MESSAGES: {"messages": [ASKED], "max_tokens": 20},
 }
-# Options of OpenAI, Anthropic, vLLM, SGLang and others that would change tokens or what is told of
-# them, each with a value that asks for that.
+# Options of OpenAI, Anthropic, vLLM, SGLang and others that would change tokens or their reports,
+# each with a value that requests this.
 REFUSED: dict[str, Any] = {
     "allowed_token_ids": [5],
     "add_generation_prompt": False,

@@ -279,7 +279,7 @@ async def test_the_model_sees_the_schema_and_the_agents_own_prompt() -> None:
 
 
 async def test_the_arguments_of_a_strict_tool_are_looked_at() -> None:
-    """Pydantic AI sends `strict` for every tool, so it is no reason to refuse."""
+    """Pydantic AI sends `strict` for every tool, so that it must not be refused."""
     async with served(calls(a=1, b=2), calls(a="x", b=2), calls(a=1)) as one:
         unmet = [(await one.post(tools=[STRICT])).json()["choices"][0]["unmet"] for _ in range(3)]
     assert unmet[0] == []

@@ -13,7 +13,7 @@ from troupe.rpc import new_id
 
 
 class MortalLife:
-    """Groups of two; whoever repeats a call finds another process."""
+    """Groups of two; a repeated call finds another process."""
 
     def __init__(
         self,

@@ -31,8 +31,8 @@ def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[st
     # Ids take three of the four unique bytes per token.
     assert 0.85 < links["rollout to store"] < 0.95
     assert 0.85 < links["store to trainer"] < 0.95
-    # jemalloc rounds 2,099 bytes up to 2,560. There is no lower bound: Redis' memory before is that
-    # of other rows, too, some of which it gives back while these few are written.
+    # jemalloc rounds 2,099 bytes up to 2,560. There is no lower bound: Redis's memory before
+    # includes other rows, some of which it releases while these few are written.
     assert 0 < links["Redis"] < 1.4
     assert 1 < links["append-only file"] < 1.15
     assert set(results.pop("cpu_us_per_row_4k")) == {

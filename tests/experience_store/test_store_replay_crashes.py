@@ -22,7 +22,7 @@ Fates: TypeAlias = dict[tuple[int, str], tuple[int, str, int]]
 
 
 class Life(MortalLife):
-    """Four steps of one policy; whoever repeats a call finds another process."""
+    """Four steps of one policy; a repeated call finds another process."""
 
     def __init__(self, url: str, fatal: int, moment: str, *, clustered: bool = False) -> None:
         # Steps are forgotten as soon as they may be.

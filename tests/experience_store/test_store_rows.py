@@ -24,7 +24,7 @@ _names = st.text(st.characters(max_codepoint=0x17F, exclude_categories=["C"]), m
 
 
 def _ids(length: int, bound: int) -> common_pb.Tensor:
-    """So many ids below `bound`, the last of which is the largest possible."""
+    """Return ids below `bound`, the last of which is the largest possible."""
     return tensors.ids_to_proto(np.arange(bound - length, bound).astype(np.int32))
 
 

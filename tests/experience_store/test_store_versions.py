@@ -71,7 +71,8 @@ class VersionsOfAPolicy(RuleBasedStateMachine):
         return self.runner.run(call)
 
     def attempt(self, data: st.DataObject, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The reply of a call that is repeated where the store dies, or once more all the same."""
+        """Return the reply of a call that is repeated after the store's death, or once more
+        anyway."""
         self.database.die(data.draw(st.integers(1, 4)), data.draw(st.sampled_from(MOMENTS)))
         with contextlib.suppress(CrashError):
             self.do(call())

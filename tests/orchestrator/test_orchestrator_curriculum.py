@@ -59,7 +59,7 @@ async def test_tasks_within_the_band_are_asked_most(cluster: Cluster) -> None:
     asked = await run(cluster, curriculum_yaml(pipeline__mode="sync"), 8)
     # Nothing is known: all are new, in order.
     assert [(one.pool, one.item) for one in asked[0]] == [(TaskPool.NEW, n) for n in range(4)]
-    # Whoever is asked as within the band was solved sometimes, and so on.
+    # Tasks asked as within the band were solved sometimes, and so on.
     kinds = {TaskPool.WITHIN: 0, TaskPool.SOLVED: 1, TaskPool.FAILED: 2}
     every = [one for step in asked for one in step]
     assert all(one.item % 3 == kinds[one.pool] for one in every if one.pool in kinds)

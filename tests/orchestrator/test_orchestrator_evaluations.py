@@ -141,7 +141,7 @@ async def test_a_job_without_steps_only_evaluates(cluster: Cluster) -> None:
 async def test_the_best_checkpoint_is_kept(
     cluster: Cluster, mode: str, best: int, pipeline: str
 ) -> None:
-    """Evaluations after steps 1 to 4 give 0.2, 0.9, 0.1, 0.3; one checkpoint is kept besides.
+    """Evaluations after steps 1 to 4 give 0.2, 0.9, 0.1, 0.3; one other checkpoint is kept.
 
     In mode `async` trainers have newer weights by the time that an evaluation ends.
     """

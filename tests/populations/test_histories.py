@@ -106,8 +106,8 @@ def test_games_are_worth_what_they_are_worth(histories: Histories) -> None:
 
 
 def test_an_opponent_is_one_member_for_a_whole_episode() -> None:
-    """Two members of whom one never raises and the other always: what each gives alone differs
-    from what somebody would give who draws one of them anew for every move."""
+    """Two members, one of which never raises and the other always: the result of each alone differs
+    from drawing one of them for every move."""
     tree = Histories.of("leduc_poker")
     sets = np.arange(len(tree.legal[1]))
     raises = tree.legal[1].shape[1] - 1 - tree.legal[1][:, ::-1].argmax(axis=1)

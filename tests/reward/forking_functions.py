@@ -152,7 +152,7 @@ def _pty() -> None:
 
 
 def _daemon() -> None:
-    """Forked twice, in a separate session; goes on forging until it is ended."""
+    """Fork twice, in a separate session, and continue forging until the end."""
     me = os.getpid()
     ready, told = os.pipe()
     if (pid := os.fork()) == 0:

@@ -187,7 +187,7 @@ async def test_a_functions_own_queue_is_limited(client: Client) -> None:
     await until_listed(client, lambda listed: listed.pool.queued == 20)
     request = batch(client, "sleeps", [{"seconds": 0}])
     with pytest.raises(ResourceExhausted) as full:
-        # To come again after all that waits: later than this, so that nobody tries.
+        # A retry after all waiting calls would be later than this, so that none is made.
         await client.stub.InvokeBatch(request, timeout=5)
     assert full.value.retry_after_ms
     gone = reward_pb.DeleteFunctionRequest(

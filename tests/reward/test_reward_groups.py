@@ -1,4 +1,4 @@
-"""One group per worker serves whoever hands cores out and whoever limits sandboxes."""
+"""One group per worker serves the assignment of cores and the limits of sandboxes."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ async def open_house(
         blocked_seconds=blocked_seconds,
     )
     for seed in (0, 1, 2, 99):
-        weights(seed)  # not beside an engine that builds its model: transformers patches globals
+        weights(seed)  # not while an engine builds its model: transformers patches globals
     kept: list[RolloutService] = []
 
     def factory(bound: RolloutSettings, telemetry: Any) -> RolloutService:

@@ -88,7 +88,7 @@ async def test_siblings_of_a_branch_are_a_group_across_trajectories_of_one_promp
     ended = await house.run(training(1, 2))
     assert {e.state for e in ended.values()} == {COMPLETED}, ended
     rows = sorted(await house.samples("big"), key=lambda s: (s.trajectory_id, s.turn))
-    # Numbered branch after branch, whoever was faster.
+    # Numbered branch after branch, regardless of speed.
     assert [(row.agent, row.turn) for row in rows[:6]] == [
         *(("solver", turn) for turn in range(5)),
         ("checker", 5),

@@ -159,7 +159,7 @@ def test_a_level_that_never_ran_is_tried_by_one_in_a_few() -> None:
     assert curve.offered(levels) == levels
     curve = curve.observed(64, 10.0)
     offers = [curve.offered(levels, nth) for nth in range(64)]
-    # Others do not stand still behind it, and it is not the level where it takes for ever.
+    # Others are not blocked behind it, and it does not get the level at which it takes forever.
     tries = [offer for offer in offers if offer != levels]
     assert set(tries) == {(16,)}
     assert 4 <= len(tries) <= 12

@@ -42,8 +42,8 @@ def test_property_an_estimate_is_never_beyond_what_was_seen(seconds: list[float]
 
 
 def learned(law: Callable[[Kin, np.random.Generator], float], seed: int) -> float:
-    """How far what was expected is from what came, as a part of the spread of what came: of the
-    later half of 40 queries of 8 trajectories, each of which makes each of three calls once."""
+    """Return the error of expected durations relative to the spread of actual ones: in the later
+    half of 40 queries of 8 trajectories, each of which makes each of three calls once."""
     rng = np.random.default_rng(seed)
     durations, errors, logarithms = Durations(), [], []
     for number in range(40):

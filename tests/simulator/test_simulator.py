@@ -184,7 +184,8 @@ def test_calls_of_a_query_that_are_alike_are_known_from_each_other() -> None:
     law = CodingLaw(turns=4.0, reward_seconds=60.0, max_cores=2, duty_cores=1)
 
     def gain(alike: float) -> float:
-        """Of `shortest` over what tells trajectories of a query apart from nobody."""
+        """Return the gain of `shortest` over an order that cannot distinguish a query's
+        trajectories."""
         gains = []
         for seed in range(3):
             trajectories = coding(32, dataclasses.replace(law, alike=alike), seed)

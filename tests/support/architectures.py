@@ -81,8 +81,8 @@ ARCHITECTURES = {
 }
 
 
-# Further ones that transformers converts on load, by the names that configurations have for one
-# thing; those of them that an architecture does not know are kept and have no effect.
+# Further ones that transformers converts on load, with all names that configurations use for one
+# property; names that an architecture does not know are kept and have no effect.
 _ANY = _mixture(
     "",
     num_experts=4,

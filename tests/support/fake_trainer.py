@@ -54,7 +54,7 @@ class TrainerScript:
     skip: frozenset[int] = frozenset()
     # By policy: steps in which all advantages are zero.
     flat: Mapping[str, Container[int]] = field(default_factory=dict)
-    # Go down, once: "claimed", "committed" (before anyone is told), "reported" or "restarted".
+    # Go down, once: "claimed", "committed" (before it is reported), "reported" or "restarted".
     die_when: str = ""
     # Break the stream, once, while the step continues.
     break_stream: bool = False
@@ -413,7 +413,7 @@ class FakeTrainer(FakeWorker, trainer_grpc.TrainerServicer):
 
 
 def weights_of(job_id: str, policy: str, version: int) -> common_pb.WeightsRef:
-    """The weights of a version: equal versions have equal content, whoever makes them."""
+    """Return the weights of a version: equal versions have equal content."""
     return common_pb.WeightsRef(
         job_id=job_id,
         policy=policy,

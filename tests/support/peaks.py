@@ -15,7 +15,7 @@ _EXACT, _USUAL = 1 << 20, 32 << 20
 
 
 class _Mallinfo2(ctypes.Structure):
-    """glibc's `struct mallinfo2`, of which only the first field is read."""
+    """glibc's `struct mallinfo2`; only its first field is read."""
 
     _fields_ = (("arena", ctypes.c_size_t), *((f"other{n}", ctypes.c_size_t) for n in range(9)))
 

@@ -81,7 +81,7 @@ def _names(module: Any) -> set[str]:
 
 
 class _Held:
-    """An engine of the twin that holds turns until it is told that they have ended."""
+    """An engine of the twin that holds turns until the test ends them."""
 
     def __init__(self, engine_id: str, limit: int) -> None:
         self.engine_id = engine_id
@@ -169,7 +169,7 @@ def _waiting(tasks: list[asyncio.Task[Any]]) -> set[int]:
 def test_a_replayed_log_of_trainer_decisions_gives_the_same_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the twin decided is decided alike by whoever gives the function the same records."""
+    """The functions repeat the twin's decisions from the same records."""
     log: list[tuple[Any, Any]] = []
     decide = binding.decide
 

@@ -222,9 +222,8 @@ async def test_a_policy_that_is_too_large_for_every_trainer_is_refused_at_once(
 async def test_a_policy_is_judged_by_what_each_device_of_its_gang_needs(
     house: Cluster, gang: int, fits: bool
 ) -> None:
-    """The whole state is far larger than a device, whatever the gang; a rank's share may not be.
-
-    Nobody has to load the policy to find out."""
+    """The whole state is far larger than a device, for every gang; a rank's share may not be. The
+    check does not load the policy."""
     trainer = await house.add_trainer(TrainerScript(memory=80 << 30))
     large = job_yaml(policies=("alice",), **{"policies.alice.trainer.gang": gang})
     ended = await house.wait(await house.submit(large))
@@ -305,8 +304,8 @@ async def test_a_large_policy_waits_for_a_large_trainer_that_was_just_lost(
 
 
 async def test_idle_trainers_scale_to_zero_and_come_back(empty_redis: str, tmp_path: Path) -> None:
-    """While a long evaluation runs nobody trains: devices are given back, no trainer is wanted, and
-    the last one may leave. The next step asks for one again and goes on from what was committed."""
+    """During a long evaluation nothing is trained: devices are returned, no trainer is wanted, and
+    the last one may leave. The next step requests one again and continues from the commit."""
     evaluating = asyncio.Event()
 
     def slow(ticket: rollout_pb.Ticket) -> float:

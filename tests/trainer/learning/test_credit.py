@@ -171,7 +171,8 @@ async def test_an_illegal_answer_costs_once(
 @pytest.mark.parametrize("credit", ["episode", "to_go"])
 @pytest.mark.parametrize("agents", [("x",), ("x", "y")])
 async def test_kuhn_poker(credit: Credit, agents: tuple[str, ...]) -> None:
-    """Every turn earns its own seat's winnings, whoever sits there and whoever moved last."""
+    """Every turn earns its own seat's winnings, regardless of the agent there and of the last
+    mover."""
     seen = set()
     for seed, choice in itertools.product(range(6), ("first", "last")):
 

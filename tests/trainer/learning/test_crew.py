@@ -52,7 +52,7 @@ def test_twins_follow_a_policy_to_other_memory(tokenizer: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_twins_keep_no_memory(tokenizer: Path, stopped: bool) -> None:
-    """Whoever leaves gives its memory to others; a step that is given up leaves no gradients."""
+    """A leaving policy releases its memory; an abandoned step leaves no gradients."""
     learner, _ = side_by_side(tokenizer, 2)
     if stopped:
         twin = learner._passes._thread_models[1]

@@ -81,7 +81,7 @@ def test_a_base_is_held_once_however_many_policies_use_it(tokenizer: Path) -> No
     # The reference is the base itself.
     reference = adapter(models[3]).frozen(adapter(models[3]).weights())
     assert set(storages(reference)) <= set(storages(models[0]))
-    # Nobody else's adapter is in it.
+    # It contains no other adapter.
     assert not any(".lora_" in name for name, _ in reference.named_parameters())
 
 

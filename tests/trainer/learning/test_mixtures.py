@@ -78,7 +78,7 @@ def test_an_exported_mixture_is_what_transformers_saves(tokenizer: Path, tmp_pat
     assert half.dtype == torch.bfloat16
     half.save_pretrained(tmp_path / "again")
     assert checksum_of(load_file(tmp_path / "again" / "model.safetensors")) == checksum_of(saved)
-    # What engines load is float32 here, another content: beside it.
+    # Engines load float32 here, with other content: a separate file.
     assert checksum_of(load_file(path / "published.safetensors")) == checksum_of(
         learner.published()
     )
@@ -128,7 +128,7 @@ def test_an_adapter_on_experts_is_refused(tokenizer: Path, name: str) -> None:
 
 
 def test_an_adapter_of_a_mixture_reports_that_experts_are_frozen(tokenizer: Path) -> None:
-    """`gate_proj` of a shared expert is adapted, that of routed ones is not."""
+    """A shared expert's `gate_proj` is adapted, routed experts' are not."""
     shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
     model = {"config": tiny_config() | MIXTURE | shared, "tokenizer": str(tokenizer)}
     values = make_spec(tokenizer, model=model).model_dump(mode="json")

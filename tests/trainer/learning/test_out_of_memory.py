@@ -78,7 +78,7 @@ def learner_of(tokenizer: Path, budget: int, **sections: Any) -> Learner:
 
 
 def outcome(learner: Learner, micro_batches: list[list[Row]]) -> tuple[Any, dict[str, float]]:
-    """Weights after a step, and its metrics but for seconds."""
+    """Return weights after a step, and its metrics without seconds."""
     for rows in micro_batches:
         learner.accumulate(rows)
     applied = learner.apply(0)
@@ -104,7 +104,7 @@ def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 def test_a_micro_batch_is_repeated_as_if_passes_had_been_smaller(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch, after: int | None, sections: dict[str, Any]
 ) -> None:
-    """Bit for bit: weights, and metrics but for those that say that memory ran out."""
+    """Bit for bit: weights, and metrics except for the ones about memory shortage."""
     learner = learner_of(tokenizer, BUDGET, **sections)
     # Deterministic passes are over one group each.
     alone = "pipeline" in sections

@@ -142,7 +142,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) ->
 
 UP = "model.layers.1.mlp.up_proj.weight"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# name: (tied, change of tensors, change of the configuration, what is told, what is advised)
+# name: (tied, change of tensors, change of the configuration, message, remedy)
 UNFIT: dict[
     str, tuple[bool, Callable[[dict[str, torch.Tensor]], Any], dict[str, Any], str, str]
 ] = {

@@ -62,7 +62,7 @@ async def test_the_latest_observation_alone() -> None:
 
 
 async def test_seats_alternate_with_the_seed_and_rewards_follow() -> None:
-    """Whoever moves first from a heap of five wins: seeds of both parities."""
+    """The first mover from a heap of five wins: seeds of both parities."""
     from random import Random
 
     seeds = [s for s in range(60) if Random(s).randint(4, 9) == 5]

@@ -1,8 +1,7 @@
-"""Environments of the `verifiers` library as they are, of both of its generations.
-
-The library is installed in environments of its own. Environments of PyPI (`marble-v1`, `user-sim`
-over it, `stardata`) are played unchanged; those of `tests/support/verifiers_envs` have what they
-lack: tools, several turns, trouble.
+"""Unmodified environments of the `verifiers` library, of both of its generations. The library is
+installed in separate environments. Environments of PyPI (`marble-v1`, `user-sim` over it,
+`stardata`) are played unchanged; those of `tests/support/verifiers_envs` have what they lack:
+tools, several turns, trouble.
 """
 
 from __future__ import annotations
