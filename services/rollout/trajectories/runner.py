@@ -229,9 +229,9 @@ class TrajectoryListener:
         self._updates.put_nowait(update)
 
     async def bundles(self) -> AsyncIterator[list[rollout_pb.TrajectoryEvent]]:
-        """Yield non-empty lists of the events that are available at the same time, in order. After
-        a trajectory's loss (its end cannot be stored), raise its `TroupeError` behind the events
-        before it."""
+        """Yield non-empty lists of the events that are available at the same time, in order. If a
+        trajectory was lost (its end cannot be stored), raise its `TroupeError` after the earlier
+        events."""
         try:
             while self._left:
                 update = await self._updates.get()
