@@ -150,8 +150,7 @@ def test_property_no_host_is_exceeded_and_nothing_lies_idle(
     started = set(on(grants))
     assert [g.action for g in grants] == [a for a in queue if a.action_id in started]
     assert all(g.action.host in (None, g.host) for g in grants)
-    # The first waiter fits nowhere; behind it, none starts unless no earlier waiter shares its
-    # needs.
+    # The first waiter fits nowhere, and neither does a later one whose needs no earlier one shares.
     ahead: set[str] = set()
     for action in queue:
         if action.action_id in started:

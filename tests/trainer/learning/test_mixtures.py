@@ -78,7 +78,7 @@ def test_an_exported_mixture_is_what_transformers_saves(tokenizer: Path, tmp_pat
     assert half.dtype == torch.bfloat16
     half.save_pretrained(tmp_path / "again")
     assert checksum_of(load_file(tmp_path / "again" / "model.safetensors")) == checksum_of(saved)
-    # Engines load float32 here, with other content: a separate file.
+    # Engines load float32 here, which is other content and thus a separate file.
     assert checksum_of(load_file(path / "published.safetensors")) == checksum_of(
         learner.published()
     )
