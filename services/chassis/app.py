@@ -373,8 +373,7 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < _FEW_FILES:
         app_log.warning(
-            f"this process may have {most} open files; hundreds of concurrent conversations "
-            "or "
+            f"this process may have {most} open files; hundreds of concurrent conversations or "
             f"calls need more: ulimit -n {_MOST_FILES}"
         )
 

@@ -295,7 +295,8 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             # The caller repeats the call; `watchdog` meanwhile ends a process without memory, and
             # another process replaces it.
             starved = Unavailable(
-                f"{self._telemetry.service} has not enough memory for this call", kind="no_memory"
+                f"{self._telemetry.service} does not have enough memory for this call",
+                kind="no_memory",
             )
             return starved.code, starved
         if isinstance(raised, NotImplementedError) and context.code() == _UNIMPLEMENTED:

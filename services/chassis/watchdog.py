@@ -1,4 +1,4 @@
-"""Ending of a service's process that can no longer work and cannot notice it itself.
+"""Watchdog that ends a service's process if it can no longer work and cannot notice it itself.
 
 Two conditions leave a process alive and useless. Its event loop is blocked forever: a thread that
 gets no memory for its first frame makes `Thread.start` wait forever. Or the process gets no more

@@ -74,7 +74,7 @@ def test_a_call_that_gets_no_memory_is_unavailable(launch: Launch, tmp_path: Pat
     port, _ = ports_of(process, port_file)
     with (
         connect_sync(f"127.0.0.1:{port}", ONCE) as channel,
-        pytest.raises(Unavailable, match="has not enough memory for this call") as caught,
+        pytest.raises(Unavailable, match="does not have enough memory for this call") as caught,
     ):
         OrchestratorStub(channel).GetJob(
             orchestrator_pb.GetJobRequest(job_id="starve"), timeout=PATIENCE
