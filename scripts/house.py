@@ -48,7 +48,7 @@ BUDGETS: Final = {
     "troupe/functions": (3_500, "ready rewards, tools, MCP, shipped code"),
     "troupe/endpoint": (3_000, "OpenAI's and Anthropic's HTTP interfaces"),
     "troupe/algorithms": (2_500, "losses and advantages"),
-    "troupe/checkpoints": (2_500, "formats of models on disk"),
+    "troupe/checkpoints": (3_000, "formats of models on disk, and the proof that one is served"),
     "troupe/populations": (2_500, "meta-solvers, payoffs, ratings"),
     "services/control_panel": (2_000, "REST and the panel's pages"),
     "troupe/data": (2_000, "rows of data sets as tasks"),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from services.rollout.engines.errors import Refused, UpdateFailed
 from services.rollout.engines.servers.interface import (
@@ -25,7 +25,6 @@ from services.rollout.engines.servers.verification import (
 )
 from troupe.checkpoints.adapters import AdapterContent
 from troupe.checkpoints.proof import Proof, ProofFailed
-from troupe.job import ModelSpec
 from troupe.v1 import common_pb2 as common_pb
 
 log = logging.getLogger(__name__)
@@ -52,14 +51,13 @@ class Updater:
         server: InferenceServer,
         described: ServerDescription,
         loader: Loader,
-        model: ModelSpec,
-        layout: PreTrainedModel,
+        config: PretrainedConfig,
         max_context: int,
         *,
         keep: bool,
         keep_cache: bool = False,
     ) -> None:
-        """`layout`: the model without storage. `max_context`: tokens of a turn. `keep`: running
+        """`config`: of the policy's model. `max_context`: tokens of a turn. `keep`: running
         turns continue after the update; otherwise they are aborted. `keep_cache`: they continue
         with their keys and values."""
         self._keep = keep
@@ -68,7 +66,7 @@ class Updater:
         self._described = described
         self._loader = loader
         self._max_context = max_context
-        self._local = LocalProofs(layout, model.weight_dtype)
+        self._local = LocalProofs(config)
         self._names = NamesCheck(self._local, server.url, self._put, self._fingerprint)
 
     @property

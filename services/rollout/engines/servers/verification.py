@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from services.rollout.engines.errors import Refused, UpdateFailed
 from troupe.checkpoints.adapters import AdapterContent, adapted
@@ -52,11 +52,11 @@ _NOISE: Final = 1e-5
 class LocalProofs:
     """Proofs that are computed here, on the CPU, for a server's versions that came without one."""
 
-    def __init__(self, layout: PreTrainedModel, dtype: str) -> None:
-        """`layout`: the policy's model without storage; `dtype`: that of its published weights."""
-        self._config, self._dtype = layout.config, dtype
+    def __init__(self, config: PretrainedConfig) -> None:
+        """`config`: of the policy's model."""
+        self._config = config
         # A short prompt, for comparisons of a server with itself.
-        self.ids = spread_ids(layout.config, _PROBE_TOKENS)
+        self.ids = spread_ids(config, _PROBE_TOKENS)
 
     @functools.cached_property
     def _prover(self) -> Prover:
@@ -80,7 +80,7 @@ class LocalProofs:
         """
         if adapter is not None:
             return await asyncio.to_thread(self._prove, published, adapter)
-        key = checksum, self._config.to_json_string(), self._dtype
+        key = checksum, self._config.to_json_string()
         return await _PROOFS.of(key, lambda: self._prove(published, None))
 
     def _prove(
