@@ -1,13 +1,10 @@
 """Gathers of a gang per version, while servers load it from the trainer's device: counted.
 
-A real gang of two gloo ranks trains a tiny model; three processes stand in for inference servers
-and receive its versions in a real process group. What the trainer's worker does for a step is done
-here without one: it publishes a version, and sends it to the wave.
+    python -m benchmarks.transfer.gathers
 
-    python -m benchmarks.transfer.gathers HOST PORT GROUP RANK SIZE
-
-is such a process: it joins the group, then receives as many elements as each line of its input
-says, and answers with their number of bytes.
+A real gang of two gloo ranks holds a tiny model; three processes (`group_member`) stand in for
+inference servers and receive its versions in a real process group. The trainer's worker does what
+it does after a step: it publishes a version, and sends it to the wave.
 """
 
 from __future__ import annotations
@@ -17,17 +14,15 @@ import json
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.command import scratch
 from benchmarks.sglang import TINY
+from benchmarks.workloads.tokenizer import save_tokenizer
+from services.chassis import logs
 from services.chassis.telemetry import Telemetry
 from services.trainer.binding import PolicyBinding
 from services.trainer.settings import TrainerSettings
@@ -48,10 +43,22 @@ _JOIN_SECONDS: Final = 300.0
 class StandIn:
     """An inference server and its rollout service: it joins a group and receives every bucket."""
 
-    def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
         self._group = ""
         self.num_bytes = 0
+
+    @classmethod
+    async def started(cls) -> StandIn:
+        """Start its process."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.transfer.group_member"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        made = cls(process)
+        assert await made._answer() == "ready"
+        return made
 
     async def load(self, worker: TrainerWorker, binding: PolicyBinding, wave: str) -> None:
         """Receive the policy's committed version."""
@@ -85,34 +92,34 @@ class StandIn:
 
     async def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            await self._process.wait()
+        self._process.kill()
+        await self._process.wait()
 
     async def _join(self, group: trainer_pb.UpdateGroup) -> None:
-        await self.close()
         self._group = group.name
         where = (group.host, group.port, group.name, group.rank_offset, group.world_size)
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.transfer.gathers", *map(str, where)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
+        assert await self._answer("join", *where) == "joined"
 
     async def _receive(self, bucket: trainer_pb.WeightBucket) -> None:
-        assert self._process is not None, "it has joined a group"
+        count = sum(torch.Size(one.shape).numel() for one in bucket.tensors)
+        self.num_bytes += int(await self._answer("receive", bucket.dtype, count))
+
+    async def _answer(self, *words: object) -> str:
+        """Send a line, if there are words, and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        count = sum(torch.Size(one.shape).numel() for one in bucket.tensors)
-        self._process.stdin.write(f"{bucket.dtype} {count}\n".encode())
-        self.num_bytes += int(await self._process.stdout.readline())
+        if words:
+            self._process.stdin.write(f"{' '.join(map(str, words))}\n".encode())
+        return (await self._process.stdout.readline()).decode().strip()
 
 
-async def gathers_per_version() -> float:
+async def gathers_per_version() -> int:
     """Return how often the ranks of a gang gather a version that is published, and that three
-    servers load."""
+    servers load: the most of two versions."""
+    logs.configure("benchmark", "error", "console")
     with scratch() as place:
         settings = TrainerSettings(
+            log_level="error",
             trainer_device="cpu",
             gang_ranks=_RANKS,
             gang_start_seconds=_JOIN_SECONDS,
@@ -120,20 +127,21 @@ async def gathers_per_version() -> float:
             data_dir=Path(place) / "runs",
         )
         worker = TrainerWorker(settings, Telemetry())
-        servers = [StandIn() for _ in range(_SERVERS)]
+        servers: list[StandIn] = []
         try:
-            return await _measure(worker, servers)
+            servers += await asyncio.gather(*(StandIn.started() for _ in range(_SERVERS)))
+            return await _measure(worker, servers, _spec(Path(place) / "tokenizer"))
         finally:
             for server in servers:
                 await server.close()
             await worker.stop()
 
 
-async def _measure(worker: TrainerWorker, servers: list[StandIn]) -> float:
-    spec = _spec()
+async def _measure(worker: TrainerWorker, servers: list[StandIn], spec: JobSpec) -> int:
     binding = worker.bindings.shell((_JOB, _POLICY), spec, spec.model_dump_json())
     await asyncio.to_thread(binding.load, 0, "")
     orders: Counter[str] = Counter()
+    most = 0
     gang: Any = binding.learner._gang  # type: ignore[attr-defined]
     order = gang.order
 
@@ -149,7 +157,9 @@ async def _measure(worker: TrainerWorker, servers: list[StandIn]) -> float:
         wave = f"wave-{version}"
         await asyncio.gather(*(server.load(worker, binding, wave) for server in servers))
         _check(ref, servers)
-    return orders["gather"] / _VERSIONS
+        most = max(most, orders["gather"])
+        orders.clear()
+    return most
 
 
 def _check(ref: common_pb.WeightsRef, servers: list[StandIn]) -> None:
@@ -157,14 +167,15 @@ def _check(ref: common_pb.WeightsRef, servers: list[StandIn]) -> None:
     assert received == [ref.num_bytes] * _SERVERS, (received, ref.num_bytes)
 
 
-def _spec() -> JobSpec:
+def _spec(tokenizer: Path) -> JobSpec:
+    config = TINY | {"vocab_size": save_tokenizer(tokenizer)}
     return JobSpec.model_validate(
         {
             "name": _JOB,
             "agents": {_POLICY: {"policy": _POLICY}},
             "policies": {
                 _POLICY: {
-                    "model": {"config": TINY, "tokenizer": "none"},
+                    "model": {"config": config, "tokenizer": str(tokenizer)},
                     "trainer": {"gang": _RANKS},
                 }
             },
@@ -175,26 +186,5 @@ def _spec() -> JobSpec:
     )
 
 
-def receive(host: str, port: int, name: str, rank: int, size: int) -> None:
-    """Join the group as a server's rank does, and receive what the input announces."""
-    limit = timedelta(seconds=_JOIN_SECONDS)
-    store = TCPStore(host, port, size, is_master=False, timeout=limit)
-    group, _ = c10d._new_process_group_helper(
-        *(size, rank, [], dist.Backend("gloo"), c10d.PrefixStore(name, store)),
-        group_name=name,  # type: ignore[arg-type]
-        timeout=limit,
-    )
-    c10d._world.pg_group_ranks[group] = {one: one for one in range(size)}  # type: ignore[index]
-    for line in sys.stdin:
-        dtype, count = line.split()
-        flat = torch.empty(int(count), dtype=getattr(torch, dtype))
-        dist.broadcast(flat, 0, group)
-        print(flat.nbytes, flush=True)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        host, port, name, rank, size = sys.argv[1:]
-        receive(host, int(port), name, int(rank), int(size))
-    else:
-        print(json.dumps({"gathers_per_version": asyncio.run(gathers_per_version())}))
+    print(json.dumps({"gathers_per_version": asyncio.run(gathers_per_version())}))

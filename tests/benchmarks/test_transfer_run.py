@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.transfer.__main__ import Rest, as_json
+from benchmarks.transfer.gathers import gathers_per_version
 from benchmarks.transfer.measure import Pair, Row
 from tests.benchmarks.quick import quick_run
 
@@ -65,3 +66,8 @@ def test_a_state_goes_from_one_process_device_to_anothers() -> None:
     ways = ("set_gib_s", "get_gib_s", "ipc_gib_s", "link_out_gib_s", "link_in_gib_s", "of_link")
     assert all(found[way] > 0 for way in ways)
     assert found["of_link_by_mib"] == {"16": found["of_link"]}
+
+
+@pytest.mark.slow
+async def test_a_gang_whose_versions_three_servers_load_gathers_each_of_them_once() -> None:
+    assert await gathers_per_version() == 1
