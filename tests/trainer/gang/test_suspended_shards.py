@@ -18,13 +18,23 @@ from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
-from services.trainer.state.parts import Box, PartsReader, StoredParts, store_part
+from services.trainer.state.parts import PARTS, Box, PartsReader, StoredParts, store_part
+from services.trainer.state.suspension import (
+    ParameterPool,
+    SuspendedTensors,
+    Suspension,
+    state_keys,
+)
 from tests.support.training import tiny_config
 from tests.trainer.batches import random_rows
 from tests.trainer.gang.shard_ranks import SHAPE
 from tests.trainer.gang.test_gang import assert_equal, gang_spec
 from tests.trainer.gang.test_gang_memory import output_of_ranks
-from troupe.transfer import Corrupt, KeyNotFound
+from troupe.rpc import DataLoss, NotFound
+from troupe.transfer import Corrupt, KeyNotFound, StorageFull
+
+KEYS = state_keys("job/solver")
+CPU = torch.device("cpu")
 
 
 def transfer_of(directory: Path) -> HostTransfer:
@@ -81,6 +91,73 @@ def test_parts_that_are_not_what_was_stored_are_refused(tmp_path: Path) -> None:
     transfer.delete("job/1")
     with pytest.raises(KeyNotFound):
         PartsReader(transfer, StoredParts.of({"t": tensor}, parts)).read("t", everything)
+
+
+def in_halves(transfer: HostTransfer) -> tuple[torch.Tensor, StoredParts]:
+    """A tensor that two ranks have stored."""
+    tensor = torch.arange(6.0)
+    parts = [
+        store_part(transfer, f"{KEYS}parts.{n}", {"weights/t": half}, {"weights/t": box})
+        for n, (half, box) in enumerate(
+            [(tensor[:4], Box((0,), (4,))), (tensor[4:], Box((4,), (2,)))]
+        )
+    ]
+    return tensor, StoredParts.of({"weights/t": tensor}, parts)
+
+
+def test_a_state_in_parts_is_whole_on_one_device_and_as_it_is_in_a_gang(tmp_path: Path) -> None:
+    transfer = transfer_of(tmp_path)
+    tensor, stored = in_halves(transfer)
+    gang = Suspension(transfer, ParameterPool(CPU), "job", "solver", gang=True)
+    alone = Suspension(transfer, ParameterPool(CPU), "job", "solver")
+    drawn = {"drawn/cpu": torch.arange(3)}
+    document = {"learner": {"steps": 1}}
+    state = gang.store(
+        4, SuspendedTensors({PARTS: stored.as_tensor(), **drawn}, document), None, 30.0
+    )
+    assert state.num_bytes > stored.num_bytes == tensor.nbytes
+    found = alone.fetch(state)
+    assert_equal(found.tensors, {"weights/t": tensor, **drawn})
+    assert found.document["learner"] == document["learner"]
+    found = gang.fetch(state, bring_parts=True)
+    assert StoredParts.in_state(found.tensors) == stored
+    alone.take(state)
+    alone.drop(found.parts)
+    assert transfer.keys() == []
+    with pytest.raises(NotFound) as gone:
+        alone.fetch(state)
+    assert gone.value.kind == "suspended_state_gone"
+
+
+def test_a_lost_part_is_a_lost_state(tmp_path: Path) -> None:
+    transfer = transfer_of(tmp_path)
+    _, stored = in_halves(transfer)
+    alone = Suspension(transfer, ParameterPool(CPU), "job", "solver")
+    state = alone.store(0, SuspendedTensors({PARTS: stored.as_tensor()}, {}), None, 30.0)
+    transfer.delete(stored.keys[1])
+    with pytest.raises(NotFound) as gone:
+        alone.fetch(state)
+    assert gone.value.kind == "suspended_state_gone"
+    store_part(transfer, stored.keys[1], {"weights/t": torch.zeros(2)}, {})
+    with pytest.raises(DataLoss) as changed:
+        alone.fetch(state)
+    assert changed.value.kind == "suspended_state_changed"
+
+
+def test_parts_of_a_state_that_has_no_room_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = transfer_of(tmp_path)
+    _, stored = in_halves(transfer)
+    gang = Suspension(transfer, ParameterPool(CPU), "job", "solver", gang=True)
+
+    def full(key: str, *_: Any, **__: Any) -> Any:
+        raise StorageFull(key, "no room")
+
+    monkeypatch.setattr(transfer, "set", full)
+    with pytest.raises(StorageFull):
+        gang.store(0, SuspendedTensors({PARTS: stored.as_tensor()}, {}), None, 30.0)
+    assert transfer.keys() == []
 
 
 @pytest.mark.slow
