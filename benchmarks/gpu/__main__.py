@@ -23,9 +23,11 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import Any, Final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.command import finish, run_program
@@ -124,6 +126,8 @@ PLANS: Final[Mapping[str, tuple[str, ...]]] = {
         "transfer",
     ),
 }
+# Characters of a reason in the table; the JSON has all of it.
+_REASON: Final = 300
 _MINUTES: Final = {"acceptance": 12.0, "figures": 120.0}
 _COLOURS: Final = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow"}
 
@@ -135,8 +139,9 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
         shown = {name: one.figures.get(name) for name in PARTS[one.name].shown}
         text = ", ".join(f"{name} {_short(value)}" for name, value in shown.items() if value)
         status = f"[{_COLOURS[one.status]}]{one.status.value}[/]"
+        said = (shorten(one.reason, _REASON), text)
         table.add_row(
-            one.name, status, f"{one.seconds:.0f}", " | ".join(filter(None, (one.reason, text)))
+            one.name, status, f"{one.seconds:.0f}", escape(" | ".join(filter(None, said)))
         )
     return table
 

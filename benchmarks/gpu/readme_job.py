@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import re
 import time
@@ -34,7 +33,7 @@ from benchmarks.command import finish, progress, run_program, scratch
 from benchmarks.gpu.update import DEFAULT, TINY
 from benchmarks.weights import find_sglang
 from benchmarks.workloads.tokenizer import save_word_tokenizer
-from troupe.client import AsyncClient, AsyncJobHandle, Cluster, MetricsLogged
+from troupe.client import AsyncClient, AsyncJobHandle, Audit, Cluster, Job, MetricsLogged
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.contracts import metric_names
 from troupe.devices import find_devices
@@ -50,6 +49,7 @@ _JOB: Final = "readme"
 _SERVICE: Final = "rollout-0"
 # Kernels are compiled when a server starts for the first time.
 _START_SECONDS: Final = 600
+_TURN_SECONDS: Final = 600
 _POLL_SECONDS: Final = 0.05
 # The most by which log-probs of trainers and engines may differ, as k3 per token.
 _MOST_MISMATCH: Final = 0.05
@@ -79,18 +79,13 @@ def job_of(
         tool["entrypoint"] = f"{_TASKS}:score"
     for agent in fields["agents"].values():
         agent["sampling"] = {"max_new_tokens": 8 if quick else 128}
-    trainers = gpus if sharing == "colocated" else gpus // 2
-    for name, policy in fields["policies"].items():
+    for policy in fields["policies"].values():
         policy["model"] = {
             "config": TINY if quick else model_config(DEFAULT),
             "tokenizer": str(tokenizer),
             "dtype": "bfloat16" if gpus else "float32",
         }
         policy["engine"] = engine_of(policy["engine"], python, gpus, quick=quick)
-        gang = policy.get("trainer", {}).get("gang")
-        if isinstance(gang, int) and gang + len(fields["policies"]) - 1 > trainers:
-            policy["trainer"]["gang"] = 1
-        fields["policies"][name] = policy
     fields["pipeline"] = {
         "steps": _STEPS,
         "queries_per_step": 2 if quick else 16,
@@ -99,6 +94,9 @@ def job_of(
     }
     fields["evaluation"] = {"queries": 0}
     fields["logging"] = {"tensorboard": False}  # a bare machine has none
+    # A server that is killed may take minutes until it serves again, by default longer than a turn
+    # may take on a CPU.
+    fields["limits"] = {"turn_seconds": _TURN_SECONDS, "trajectory_seconds": 2 * _TURN_SECONDS}
     return JobSpec.model_validate(fields)
 
 
@@ -192,21 +190,31 @@ class Run:
         before = _engines(await self._client.cluster())
         began = time.monotonic()
         kill_tree(victim)
-        fell = False
         while True:
             now = await self._client.cluster()
             serving = [one for one in now.engines if one.state == "healthy"]
-            fell = fell or _engines(now) != before or len(serving) != len(before)
-            if fell and len(serving) == len(before):
+            if _engines(now) != before and len(serving) == len(before):
                 return time.monotonic() - began
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _problems(self, handle: AsyncJobHandle) -> dict[str, str]:
         record = await handle.wait(timeout=60)
         audit = await handle.audit()
+        self.figures["mismatch"] = max(self._mismatches, default=0.0)
         found = {}
-        if record.state != "succeeded":
+        if not audit.passed:
+            found["audit"] = f"{audit.violations}, lost {audit.lost}, twice {audit.duplicated}"
+        if record.state == "succeeded":
+            found |= await self._gaps(handle, record, audit)
+        else:
             found["job"] = f"{record.state}: {record.problem}"
+        self.figures["samples"] = sum(one.trained for one in audit.policies)
+        self.figures["trajectories"] = audit.trajectories_by_state
+        return found
+
+    async def _gaps(self, handle: AsyncJobHandle, record: Job, audit: Audit) -> dict[str, str]:
+        """Return what a job that succeeded did not do."""
+        found = {}
         wanted = dict.fromkeys(self._spec.policies, _STEPS)
         if record.versions != wanted:
             found["versions"] = f"{record.versions}, not {wanted}"
@@ -216,13 +224,10 @@ class Run:
         for policy in wanted:
             if len({one.checksum for one in await handle.versions(policy)}) != _STEPS + 1:
                 found[policy] = "versions with the same weights"
-        if not audit.passed:
-            found["audit"] = f"{audit.violations}, lost {audit.lost}, twice {audit.duplicated}"
-        self.figures["mismatch"] = worst = max(self._mismatches, default=math.inf)
-        if not worst <= _MOST_MISMATCH or len(self._mismatches) < _STEPS * len(wanted):
+        if len(self._mismatches) != _STEPS * len(wanted):
+            found["metrics"] = f"{len(self._mismatches)} values of {metric_names.MISMATCH_KL}"
+        elif not max(self._mismatches) <= _MOST_MISMATCH:
             found["mismatch"] = f"k3 between trainers and engines: {self._mismatches}"
-        self.figures["samples"] = sum(one.trained for one in audit.policies)
-        self.figures["trajectories"] = audit.trajectories_by_state
         return found
 
 

@@ -208,24 +208,23 @@ def test_every_part_of_a_plan_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "sharing", "kinds", "gang"),
+    ("gpus", "sharing", "kinds"),
     [
-        (0, "split", "sglang", 1),
-        (1, "colocated", "embedded", 1),
-        (2, "colocated", "sglang", 1),
-        (2, "split", "embedded", 1),
-        (8, "split", "sglang", 2),
-        (8, "colocated", "sglang", 2),
+        (0, "split", "sglang"),
+        (1, "colocated", "embedded"),
+        (2, "colocated", "sglang"),
+        (2, "split", "embedded"),
+        (8, "split", "sglang"),
+        (8, "colocated", "sglang"),
     ],
 )
 def test_job_of_the_readme_fits_the_devices(
-    tmp_path: Path, gpus: int, sharing: str, kinds: str, gang: int
+    tmp_path: Path, gpus: int, sharing: str, kinds: str
 ) -> None:
     python = engines_for(sys.executable, sharing, gpus, policies=2)
     spec = job_of(sharing, tmp_path, 9, gpus=gpus, quick=gpus == 0, python=python)
     assert spec.workflow == "team:solve"
     assert {one.engine.kind for one in spec.policies.values()} == {kinds}
-    assert spec.policies["big"].trainer.gang == gang
     assert spec.pipeline.colocate is (sharing == "colocated")
     assert spec.pipeline.steps == 3
 
