@@ -114,6 +114,11 @@ class TrainerSpec(Section):
     context_parallel: int = Field(default=1, ge=1, le=4096)
     """Devices of the gang that divide the tokens of each forward pass, for sequences whose
     activations one does not hold; divides `gang`. A pass has `forward_tokens` on each of them."""
+    expert_parallel: Literal["auto"] | Annotated[int, Field(ge=1, le=4096)] = 1
+    """Devices of the gang over which the experts of a mixture are divided, and between which tokens
+    travel to their experts; divides `gang` and the number of experts. 1: each device gathers a
+    layer's experts, for every pass. `auto`: the largest such number up to 8, the devices of a host;
+    1 where the model has no experts that can be divided."""
     quantum_seconds: SecondsOrNone = 1.0
     """With more policies than trainer slots: minimum time for which a policy with work keeps its
     device before a policy with older work replaces it, and at least twice the cost of its last
@@ -133,6 +138,11 @@ class TrainerSpec(Section):
             raise ValueError(
                 f"context_parallel is {self.context_parallel}, which does not divide the "
                 f"{self.gang} devices of `gang`; choose a divisor"
+            )
+        if self.expert_parallel != "auto" and self.gang % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel is {self.expert_parallel}, which does not divide the "
+                f"{self.gang} devices of `gang`; choose a divisor, or `auto`"
             )
         return self
 

@@ -23,6 +23,7 @@ from troupe.scheduling.defaults import (
     LONGEST_CONTEXT,
     context_of,
     defaults_of,
+    expert_ranks,
 )
 from troupe.scheduling.memory import (
     SHORT_ROW,
@@ -237,6 +238,8 @@ def setup_of(
     longest = min(longest, shape.positions or longest)
     wanted = own.trainer.forward_tokens or forward_tokens
     slices = min(own.trainer.context_parallel, gang)
+    parallel = own.trainer.expert_parallel
+    divided = expert_ranks(parallel, gang, shape.experts) if shape.experts else 1
     tokens = wanted or given.tokens_of(shape.hidden)
     whole = tokens * slices * (CPU_UNCUT if device == "cpu" and not wanted else 1)
     # Longer sequences are cut into pieces, if the trainer can cut them.
@@ -260,6 +263,7 @@ def setup_of(
         half=half,
         tokens=tokens,
         slices=slices,
+        expert_ranks=min(divided, gang),
         history=history,
         checkpointing=given.activation_checkpointing if wish == "auto" else wish,
         trainable=own.trainable,

@@ -21,6 +21,8 @@ CPU_UNCUT: Final = 4
 # Hidden size from which half of a CPU's tokens are nearly as fast: steps of SmolLM2-135M (576) took
 # 4 % longer, with three quarters of the memory.
 _WIDE: Final = 512
+# Devices of a host with GPUs, as they are sold.
+_HOST_DEVICES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,18 @@ def described_device(memory: int | None) -> str:
         return "CPU"
     least = next(least for least, _ in reversed(_GPUS) if memory >= least)
     return f"GPU of {least // _GIB} GiB or more" if least else "GPU"
+
+
+def expert_ranks(wanted: int | Literal["auto"], gang: int, experts: int) -> int:
+    """Return the ranks of a gang that divide a layer's experts (`trainer.expert_parallel`).
+
+    `auto`: as many as divide both the gang and the `experts` evenly, at most the devices of one
+    host, between which tokens travel fast.
+    """
+    if wanted != "auto":
+        return wanted
+    fits = range(1, min(gang, _HOST_DEVICES) + 1)
+    return max(n for n in fits if gang % n == 0 and experts % n == 0)
 
 
 def floating_type(checkpoint: str) -> Literal["float32", "bfloat16"]:

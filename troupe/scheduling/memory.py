@@ -36,6 +36,9 @@ OFFLOADED_PART: Final = 1 << 25
 SHORT_ROW: Final = 128
 """Longest row whose attention keeps its weights, on a CPU
 (services/trainer/learning/sequences/attention.py)."""
+# Rows that a rank computes for its experts, of those that it would have with an even load (an
+# assumption: beyond it passes become smaller, as with any pass that runs out of memory).
+_UNEVEN: Final = 1.5
 # Bytes per token of ids, indices, the loss's columns and statistics.
 _COLUMNS_BYTES: Final = 192
 
@@ -105,6 +108,8 @@ class TrainingSetup:
     """Tokens of one forward pass, of which this rank computes so many."""
     slices: int = 1
     """Ranks that divide the tokens of a pass (`trainer.context_parallel`)."""
+    expert_ranks: int = 1
+    """Ranks that divide the experts of a layer (`trainer.expert_parallel`)."""
     history: int = 0
     """Tokens of earlier passes over the same sequence, whose keys and values are kept."""
     checkpointing: bool = True
@@ -256,7 +261,8 @@ def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
     layers = 1 if setup.checkpointing else shape.layers
     gathered = _gathered(shape, setup) + _cast_bytes(shape, setup, layers * shape.layer, head=False)
     if setup.gang:  # this layer's gradient, and float32 of it and of the one before
-        gathered += (_wide(setup) + 2 * _FULL) * shape.layer
+        gathered += (_wide(setup) + 2 * _FULL) * (shape.layer - _experts(shape, setup))
+        gathered += (_wide(setup) + 3 * _FULL) * _own_experts(shape, setup)
     # That of an output layer of its own has been added to those of earlier passes. A tied one is
     # added with the embedding's, at the end; a gang scatters it then, too.
     waits = shape.tied or setup.gang
@@ -288,8 +294,23 @@ def _stream_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
 def _gathered(shape: ModelShape, setup: TrainingSetup) -> int:
     """Return the weights outside of layers, a layer, the next one, and the buffer that it arrives
-    in."""
-    return 0 if not setup.gang else _wide(setup) * (_root(shape) + 3 * shape.layer)
+    in. Divided experts are there for one layer, unless several ranks shard the same ones."""
+    if not setup.gang:
+        return 0
+    layers = 3 * (shape.layer - _experts(shape, setup))
+    own = _own_experts(shape, setup) * (1 if setup.expert_ranks == setup.ranks else 3)
+    return _wide(setup) * (_root(shape) + layers + own)
+
+
+def _experts(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Return the parameters of a layer's experts, if ranks divide them; else 0."""
+    divided = setup.expert_ranks > 1
+    return shape.experts * 3 * shape.hidden * shape.intermediate if divided else 0
+
+
+def _own_experts(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Return those of one rank."""
+    return -(-_experts(shape, setup) // setup.expert_ranks)
 
 
 def _cast_bytes(shape: ModelShape, setup: TrainingSetup, layers: int, *, head: bool = True) -> int:
@@ -374,6 +395,9 @@ def _layer_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     # and their product. What only the gradients of weights need is not kept of frozen ones.
     states, widths = (1, 3) if frozen else (2, 4)
     routed = _expert_type(setup) * (states * d + widths * shape.intermediate)
+    if setup.expert_ranks > 1:  # the rows that others sent here, and those that came back
+        rows = int(_UNEVEN * (states * d + widths * shape.intermediate))
+        routed = _expert_type(setup) * (rows + d)
     return size + shape.active_experts * routed + 4 * full * shape.experts
 
 
@@ -384,6 +408,8 @@ def _gradient_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     attention = 2 * _FULL * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     if shape.experts:  # of the routed states, in two orders, and of their sum
         routed = _expert_type(setup) * shape.active_experts
+        if setup.expert_ranks > 1:  # and as they were sent and received
+            stream += int((1 + _UNEVEN) * routed * shape.hidden)
         return stream + max(3 * routed * shape.hidden, attention - 4 * routed * shape.intermediate)
     # Of the MLP gradients of its three states, in place of their product; of the attention its own,
     # in place of what the MLP has kept.

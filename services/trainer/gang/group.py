@@ -168,6 +168,8 @@ class GangGroup(RankGroup):
         self._limits = [timeout_seconds]
         # Counter of the collectives of passes; it must follow every sharded model.
         self.collectives = PassCollectives()
+        # Divisions of experts (gang/experts.py), by the ranks of the mesh and those of a division.
+        self.divisions: dict[tuple[int, int], Any] = {}
         self._slice_group: dist.ProcessGroup | None = None
         # The ranks in blocks, by the number of blocks, for all policies; and the ranks with this
         # one's shards in all blocks, None where weights are sharded over all ranks.
@@ -434,6 +436,11 @@ class PassCollectives:
         self._made = 0
         # Number of next collectives to skip.
         self._skipped: float = 0
+        # Whether the present pass stands for one that was given up, after this number of them.
+        self.gave_up = False
+        self._made_before = 0
+        # Outputs of collectives, by their number in the pass.
+        self._kept: dict[float, torch.Tensor] = {}
         # Weak references: models are freed with their policies.
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -450,25 +457,41 @@ class PassCollectives:
     def begin(self) -> None:
         """A pass begins."""
         self._made = 0
+        self._kept.clear()
 
     def finish(self, smallest: Callable[[], object]) -> None:
         """Make the rest of the collectives of a pass that was given up. `smallest`: makes a pass
         over one token through the same models."""
-        made, self._skipped = self._made, math.inf
+        self._made_before, self._skipped = self._made, math.inf
         for model in self._models:
             _end_pass(model)
-        self._skipped = made
-        smallest()
-        self._skipped = 0
+        self._skipped, self.gave_up = self._made_before, True
+        try:
+            smallest()
+        finally:
+            self._skipped, self.gave_up = 0, False
 
-    def make(self, collective: Callable[[], Any], output: torch.Tensor) -> Any:
+    def make(
+        self, collective: Callable[[], Any], output: torch.Tensor, *, kept: bool = False
+    ) -> Any:
         """Make a collective and count it once it is under way; or skip it, with an `output` of
-        zeros."""
+        zeros.
+
+        `kept`: later collectives depend on the output, such as sizes that ranks have announced to
+        each other; where the collective is skipped, the output is what it was in the pass that was
+        given up.
+        """
         if self._skipped:
+            before = self._kept.get(self._made_before - self._skipped)
             self._skipped -= 1
-            output.zero_()
+            if before is None:
+                output.zero_()
+            else:
+                output.copy_(before)
             return None
         work = collective()
+        if kept:
+            self._kept[self._made] = output
         self._made += 1
         return work
 

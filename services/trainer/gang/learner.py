@@ -250,6 +250,8 @@ class RankLearner(Learner):
             own,
             lambda: load_model(name, own, spec.seed),
             dtype=torch.float64 if self._double else kept,
+            # Its experts may have another number.
+            expert_parallel=False,
             prepare=checked,
         )
 

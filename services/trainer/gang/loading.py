@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from services.trainer.gang.experts import ExpertDivision, check_divisible
 from services.trainer.gang.gathering import gathered, in_lockstep, nbytes_of, whole
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.sharded_state import as_shard
@@ -62,17 +63,26 @@ _EXCHANGE_SECONDS: Final = 0.2
 _FIRST_SECONDS: Final = 0.01
 
 
-def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
+def shard(
+    module: Any,
+    mesh: DeviceMesh,
+    *,
+    half: bool = False,
+    division: ExpertDivision | None = None,
+) -> Any:
     """Shard `module`, which is equal on all ranks, over the devices of `mesh` (FSDP2).
 
     Layers are gathered one at a time. Gradients are sums over ranks, not means: the step divides
     once, by the tokens of all of them. `half`: gather in bfloat16; sums are float32 all the same.
+    `division`: of the experts, which are not gathered with their layer then.
     """
     how: dict[str, Any] = {"mesh": mesh}
     if half and mesh.device_type == "cuda":
         how["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
+    if division is not None:
+        division.shard(module, how)
     kinds = set(getattr(module, "_no_split_modules", None) or ())
     for part in list(module.modules()):
         if type(part).__name__ in kinds:
@@ -326,6 +336,7 @@ def load_sharded(
     *,
     dtype: torch.dtype = torch.float32,
     half: bool = False,
+    expert_parallel: bool = True,
     prepare: Callable[[Any], Any] = lambda module: module,
     weights: Mapping[str, torch.Tensor] | None = None,
     shared: bool = False,
@@ -333,9 +344,10 @@ def load_sharded(
     """This rank's shards of a policy's model, in evaluation mode; all ranks must call it.
 
     `whole`: makes the model where it has no safetensors files. `dtype`: that of its parameters;
-    `half`: see `shard`. `prepare`: puts further modules into the model (on the meta device) before
-    it is sharded. `weights`: shards to copy, in place of those in the files; `shared`: to use
-    themselves. Raises as `load_model` and `together`.
+    `half`: see `shard`. `expert_parallel`: whether its experts are divided as `spec` says.
+    `prepare`: puts further modules into the model (on the meta device) before it is sharded.
+    `weights`: shards to copy, in place of those in the files; `shared`: to use themselves. Raises
+    as `load_model` and `together`.
     """
     module = cast(outline(policy, spec), dtype).eval()
     metas = MetaTensors(module)
@@ -343,7 +355,9 @@ def load_sharded(
     stored = None if weights is not None else _stored_model(group, policy, source, module)
     module = prepare(module)
     # Its own modules are not on the meta device.
-    module = group.collectives.follow(shard(module, group.mesh, half=half))
+    ranks = check_divisible(policy, spec, module, group.mesh.size()) if expert_parallel else 1
+    division = ExpertDivision.of(group, ranks)
+    module = group.collectives.follow(shard(module, group.mesh, half=half, division=division))
     wanted = metas.of(module)
 
     def read(progress: LoadProgress) -> None:
@@ -489,8 +503,11 @@ def shared_base(
 ) -> ShardedBase:
     """Return the base of a policy, made by `make` unless all ranks have it; all ranks must call
     it."""
-    source = base_source(spec.language_model, seed, str(group.mesh.device_type))
-    source += (str(group.mesh.size()),)  # ranks that it is sharded over
+    source = (
+        *base_source(spec.language_model, seed, str(group.mesh.device_type)),
+        str(group.mesh.size()),  # ranks that it is sharded over
+        str(spec.trainer.expert_parallel),
+    )
     known = _BASES.get(source)
     everyone = group.gather(json.dumps(known is not None).encode())
     if known is None or not all(json.loads(one) for one in everyone):

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +27,9 @@ from troupe.scheduling.memory import OFFLOADED_PART
 FRACTION_BITS = 40
 _SCALE = float(1 << FRACTION_BITS)
 _LIMIT = 1 << 63
-# As torch's `clip_grad_norm_` has it.
-_CLIP_EPS = 1e-6
 # Elements converted at a time: few enough to stay in a CPU's caches.
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
+T = TypeVar("T", bound=torch.Tensor)
 Generators = dict[str, torch.Tensor]
 NAMES = frozenset({"torch", "numpy", "numpy_gauss", "cuda"})
 # Between the kind and the parameter in the name of a moment: `{kind}/{parameter}`.
@@ -166,20 +165,20 @@ class Gradients:
         if self._exact is not None:
             self._exact.write(grads, float(total))
         else:
-            torch._foreach_div_(grads, float(total))
-        if self._ranks.replicas == 1:
-            clip = torch.nn.utils.clip_grad_norm_
-            return _full_norm(clip(self._parameters, max_norm, foreach=True))
-        # Hosts may add up the norm in different orders, and replicas must stay equal.
-        norm = _full_norm(torch.nn.utils.get_total_norm(grads, foreach=True))
-        norm = self._ranks.agreed(norm)
-        torch._foreach_mul_(grads, min(1.0, max_norm / (norm + _CLIP_EPS)))
-        return norm
+            for some in by_mesh(grads):
+                torch._foreach_div_(some, float(total))
+        norm = _total_norm(grads)
+        if self._ranks.replicas > 1:
+            # Hosts may add up the norm in different orders, and replicas must stay equal.
+            norm.fill_(self._ranks.agreed(float(norm)))
+        for own in by_mesh(self._parameters):
+            torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm, foreach=True)
+        return float(norm)
 
     @torch.no_grad()
     def weights_norm(self) -> float:
         """L2 norm of the parameters; not finite if one is not, or exceeds 1e19."""
-        return _full_norm(torch.nn.utils.get_total_norm(self._parameters, foreach=True))
+        return float(_total_norm(self._parameters))
 
     def discard(self) -> None:
         """Forget all gradients."""
@@ -221,9 +220,21 @@ class Gradients:
             parameter.grad = None
 
 
-def _full_norm(norm: torch.Tensor) -> float:
-    # The norm of a sharded model is a DTensor.
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+def by_mesh(tensors: Sequence[T]) -> list[list[T]]:
+    """Return the tensors by the mesh that they are sharded over: operators on several take those of
+    one mesh. Divided experts may have one of their own (gang/experts.py)."""
+    found: dict[Any, list[T]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        found.setdefault(mesh, []).append(tensor)
+    return list(found.values())
+
+
+def _total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norm of all elements, a plain tensor."""
+    norms = [torch.nn.utils.get_total_norm(some, foreach=True) for some in by_mesh(tensors)]
+    plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return plain[0] if len(plain) == 1 else torch.linalg.vector_norm(torch.stack(plain))
 
 
 def capture(device: torch.device) -> Generators:
@@ -317,13 +328,16 @@ def make_optimizer(
     `offload`: unless "none", with moments in host memory.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decays = ([p for _, p in named if p.ndim >= 2], spec.weight_decay)
+    kept = ([p for _, p in named if p.ndim < 2], 0.0)
     groups = [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+        {"params": some, "weight_decay": decay}
+        for parameters, decay in (decays, kept)
+        for some in by_mesh(parameters)
     ]
     kind = torch.optim.AdamW if offload == "none" else OffloadedAdamW
     return kind(
-        [group for group in groups if group["params"]],
+        groups,
         lr=spec.lr,
         betas=spec.betas,
         eps=spec.eps,

@@ -44,16 +44,20 @@ def ends_of_ranks(size: int, module: str, *arguments: object) -> tuple[list[int]
 
 
 @pytest.mark.parametrize(
-    ("size", "divided", "checkpointing", "algorithm"),
+    ("size", "divided", "checkpointing", "algorithm", "experts"),
     [
-        (2, 1, True, {}),
-        (2, 1, False, {}),
+        (2, 1, True, {}, 0),
+        (2, 1, False, {}, 0),
+        # Ranks that divide experts have told each other how many rows they send.
+        (2, 1, True, {}, 2),
+        (2, 1, False, {}, 2),
+        (4, 1, True, {}, 2),
         # Ranks that divide passes wait for one another in attention, too, and where a loss couples
         # the tokens of a row, for its scores.
-        (2, 2, True, {}),
-        (2, 2, False, {"loss": "gspo", "normalize": "sequence"}),
-        (4, 2, False, {}),
-        (4, 4, True, {"loss": "gspo", "normalize": "sequence"}),
+        (2, 2, True, {}, 0),
+        (2, 2, False, {"loss": "gspo", "normalize": "sequence"}, 0),
+        (4, 2, False, {}, 0),
+        (4, 4, True, {"loss": "gspo", "normalize": "sequence"}, 0),
     ],
 )
 def test_no_rank_is_left_in_a_collective(
@@ -63,17 +67,24 @@ def test_no_rank_is_left_in_a_collective(
     divided: int,
     checkpointing: bool,
     algorithm: dict[str, Any],
+    experts: int,
 ) -> None:
     """Wherever in a pass it happens: forward or backward, in the policy or in the reference. The
     micro-batch is repeated by all ranks, as if passes had been smaller, bit for bit."""
-    values = gang_spec(tokenizer, algorithm={"kl_coefficient": 0.05} | algorithm).model_dump()
+    mixture = {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4}
+    config = tiny_config() | (mixture | {"num_experts_per_tok": 2} if experts else {})
+    model = {"config": config, "tokenizer": str(tokenizer)}
+    algorithm = {"kl_coefficient": 0.05} | algorithm
+    values = gang_spec(tokenizer, model=model, algorithm=algorithm).model_dump()
     values["policies"]["solver"]["trainer"] |= {
         "gang": size,
         "context_parallel": divided,
+        "expert_parallel": experts or 1,
         "activation_checkpointing": checkpointing,
     }
     budget = 96 if divided == 1 else 600
-    places = 6 if size == 2 else 3
+    # Most places of a small mixture are in its experts, between two exchanges.
+    places = 3 if size == 4 else 12 if experts else 6
     path = tmp_path / "spec.json"
     path.write_text(JobSpec.model_validate(values).model_dump_json())
     output = output_of_ranks(size, "short_rank", path, budget, places)

@@ -35,7 +35,8 @@ ON_HOST = {
 # Where the host waits for the device: once per pass, or once per step.
 WAITS = {
     "services/trainer/learning/learner.py:apply",
-    "services/trainer/learning/optimizer.py:_full_norm",
+    "services/trainer/learning/optimizer.py:finish",
+    "services/trainer/learning/optimizer.py:weights_norm",
     "services/trainer/learning/ranks.py:_settle",
     "services/trainer/learning/pass_budget.py:_copied",
     "troupe/algorithms/expert_load.py:load_metrics",
