@@ -69,7 +69,8 @@ _TAIL = """
 - **reference** (`algorithm.kl_coefficient`, 4 bytes per parameter), **critic** (16 bytes),
   **exact sums** (`pipeline.deterministic`, 8 bytes), each if the job has it.
 - **gathered**: in a gang, the embedding, the output layer, the current layer, the next one, and
-  their gradients in transit; on one device, the copies in bfloat16 that autocast makes.
+  their gradients in transit; on one device, the copies of weights in bfloat16, kept across passes
+  where there is room.
 - **activations** of one forward pass of `trainer.forward_tokens`, or of one sequence of
   `engine.max_context` if that is longer.
 - **logits**: one block of 512 MB, and the gradient of the output layer.

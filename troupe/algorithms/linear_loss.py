@@ -105,6 +105,36 @@ def slope_rows(
     _slope[(len(logits),)](logits, *shared, vocabulary, BLOCK=_block(vocabulary), num_warps=_WARPS)
 
 
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left` [m, k] @ `right` [k, n], of half precision or of its own type, to `total` [m, n].
+
+    On a GPU a sum in float32 takes the products of half precision as they are added up, in one
+    kernel; elsewhere they are rounded and then added.
+    """
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda" and _adds_products(total.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)
+
+
+@functools.cache
+def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a product of `dtype` can be added to float32 in place on this device."""
+    left = torch.linspace(-1.0, 1.0, 64 * 32, device=device).sin().reshape(64, 32).to(dtype)
+    total = torch.ones(64, 64, device=device)
+    try:
+        torch.addmm(total, left, left.T, out_dtype=total.dtype, out=total)
+    except RuntimeError as error:  # also if the operator does not exist there
+        log.warning("products are not added in float32 on %s: %s", device, error)
+        return False
+    right = torch.allclose(total.double(), 1 + left.double() @ left.double().T, atol=1e-4)
+    if not right:
+        log.warning("products that are added in float32 are wrong on %s and are not used", device)
+    return right
+
+
 def _block(vocabulary: int) -> int:
     return min(_BLOCK, int(triton.next_power_of_2(vocabulary)))
 
@@ -213,6 +243,8 @@ class Head:
     weight: torch.Tensor
     # [V]
     bias: torch.Tensor | None = None
+    # A copy of the weight in half precision, for products of that type; None: made where needed.
+    half: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -284,7 +316,8 @@ class _LinearLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=work.logprobs.dtype, device=hidden.device)
         grads = _Grads(
             torch.empty_like(hidden) if needs[0] else None,
-            torch.zeros_like(weight) if needs[1] else None,
+            # Also of a weight in half precision: blocks would each round the sum.
+            torch.zeros_like(weight, dtype=total.dtype) if needs[1] else None,
             torch.zeros_like(bias) if bias is not None and needs[2] else None,
         )
         for start, stop in work.runs(spans):
@@ -305,7 +338,7 @@ class _LinearLoss(torch.autograd.Function):
             total += loss
         total += work.divergence_loss()
         work.release()
-        ctx.save_for_backward(*grads.all())
+        ctx.save_for_backward(*grads.all(weight.dtype))
         return total
 
     @staticmethod
@@ -321,8 +354,10 @@ class _Grads:
     weight: torch.Tensor | None
     bias: torch.Tensor | None
 
-    def all(self) -> tuple[torch.Tensor | None, ...]:
-        return self.hidden, self.weight, self.bias
+    def all(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients; that of the weight in `dtype`."""
+        weight = None if self.weight is None else self.weight.to(dtype)
+        return self.hidden, weight, self.bias
 
 
 def _differentiate(
@@ -364,7 +399,8 @@ class _Work:
         if torch.is_autocast_enabled(kind):
             product = torch.get_autocast_dtype(kind)
         self._hidden = hidden.to(product)
-        self._weight = head.weight.detach().to(product)
+        given = head.weight.detach() if head.half is None else head.half
+        self._weight = given.to(product)
         self._bias = None if head.bias is None else head.bias.detach()
         self._targets = targets
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -471,10 +507,8 @@ class _Work:
         hidden = self._hidden[part]
         if grads.hidden is not None:
             grads.hidden[part] = slope @ self._weight
-        if grads.weight is not None and grads.weight.dtype == slope.dtype:
-            grads.weight.addmm_(slope.T, hidden)
-        elif grads.weight is not None:
-            grads.weight.add_(slope.T @ hidden)
+        if grads.weight is not None:
+            add_product(grads.weight, slope.T, hidden)
 
     def _slope(
         self,

@@ -218,7 +218,7 @@ def setup_of(
     hosts: int = 1,
 ) -> TrainingSetup:
     """Return how a device would train a policy of a job, and decide `activation_checkpointing:
-    auto` and `shard: auto`.
+    auto`, `shard: auto`, and whether copies of weights are kept in bfloat16.
 
     On a device of known memory, activations are kept if the step then fits together with the states
     of the job's other policies, assumed to be equally large; and each host of a gang over several
@@ -291,5 +291,9 @@ def setup_of(
     if spread and own.trainer.shard != "gang":
         within = replace(setup, ranks=gang // hosts, replicas=hosts)
         if own.trainer.shard == "host" or fits(within):
-            return within
+            setup = within
+    kernels = own.trainer.kernels == "auto" and own.trainer.compile != "on"
+    if device == "cuda" and half and kernels and own.trainable and not (adapter or setup.gang):
+        kept = replace(setup, half_weights="kept")
+        setup = kept if not memory or fits(kept) else replace(setup, half_weights="cast")
     return setup

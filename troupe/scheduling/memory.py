@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 _FULL: Final = 4  # bytes of a float32
 _HALF: Final = 2
@@ -128,6 +128,9 @@ class TrainingSetup:
     """Whether AdamW's moments are in host memory (`trainer.offload`)."""
     fused_norms: bool = False
     """Whether norms keep their inputs only (services/trainer/learning/kernels/cpu.py)."""
+    half_weights: Literal["", "cast", "kept"] = ""
+    """How linear layers get weights in bfloat16 (services/trainer/learning/kernels/half.py): by
+    copies that are made for each use or `kept` across passes; empty: by autocast or FSDP."""
     short_rows: bool = True
     """Whether no row is longer than 128 tokens: on a CPU these have an attention of their own."""
     beside: int = 0
@@ -243,12 +246,19 @@ _Parts = tuple[int, int, int]
 
 def _end_of_forward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
     """Return the last block of logits: what all layers keep is there."""
-    logits = _logits_bytes(shape, setup) + _head_gradient(shape, setup)
-    casts = _cast_bytes(shape, setup, shape.layers * shape.layer)
+    logits = _logits_bytes(shape, setup) + _summed_head(shape, setup)
+    # Layers that are computed again free the copies of their weights.
+    layers = 1 if setup.half_weights == "cast" and setup.checkpointing else shape.layers
+    casts = _cast_bytes(shape, setup, layers * shape.layer)
     # The hidden states behind the last layer, their norm, and what the loss makes of them.
     scored = 5 * _stream_bytes(shape, setup) + _HALF * shape.hidden
     kept = _kept_bytes(shape, setup) + setup.tokens * scored
     return _gathered(shape, setup) + casts, kept, logits
+
+
+def _summed_head(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Return the gradient of the output layer as it is summed over blocks, in float32."""
+    return 0 if setup.adapter else _FULL * shape.vocabulary * shape.hidden
 
 
 def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
@@ -259,7 +269,8 @@ def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
         busy += _layer_bytes(shape, setup) - _stream_bytes(shape, setup)
     # With checkpointing the casts of the forward pass are gone.
     layers = 1 if setup.checkpointing else shape.layers
-    gathered = _gathered(shape, setup) + _cast_bytes(shape, setup, layers * shape.layer, head=False)
+    casts = _cast_bytes(shape, setup, layers * shape.layer, head=False)
+    gathered = _gathered(shape, setup) + (_copies(shape, setup) or casts)
     if setup.gang:  # this layer's gradient, and float32 of it and of the one before
         gathered += (_wide(setup) + 2 * _FULL) * (shape.layer - _experts(shape, setup))
         gathered += (_wide(setup) + 3 * _FULL) * _own_experts(shape, setup)
@@ -314,13 +325,19 @@ def _own_experts(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def _cast_bytes(shape: ModelShape, setup: TrainingSetup, layers: int, *, head: bool = True) -> int:
-    """Copy in bfloat16 that autocast keeps of float32 weights: of `layers` parameters, and, until
-    the loss is computed, of the output layer (`head`)."""
+    """Return the bytes of the copies in bfloat16 that autocast keeps of float32 weights: of
+    `layers` parameters, and, until the loss is computed, of the output layer (`head`)."""
     if not setup.half or setup.adapter or _wide(setup) == _HALF:
         return 0
     # Experts are computed in the type of their weights.
     layers -= layers // shape.layer * shape.experts * 3 * shape.hidden * shape.intermediate
     return _HALF * (layers + (shape.vocabulary * shape.hidden if head else 0))
+
+
+def _copies(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Return the bytes of copies of weights that are kept across passes."""
+    kept = setup.half_weights == "kept"
+    return _cast_bytes(shape, setup, shape.layers * shape.layer) if kept else 0
 
 
 def _head_gradient(shape: ModelShape, setup: TrainingSetup) -> int:
@@ -336,7 +353,8 @@ def _end_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
     stream = setup.tokens * 2 * _FULL * shape.hidden
     if not setup.gang:
         # A tied weight gets the sum of two gradients.
-        return 0, stream, _FULL * (2 * shape.embedding if shape.tied else shape.embedding)
+        head = _FULL * (2 * shape.embedding if shape.tied else shape.embedding)
+        return _copies(shape, setup), stream, head
     # Whole weights and gradients, and the gradients in float32 while they are scattered.
     return (2 * wide + 2 * _FULL) * root, stream, 0
 
@@ -371,9 +389,9 @@ def _layer_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     # are fused or their weights frozen, also the normalized states before the multiplication.
     norm = full + _HALF if frozen else full
     size = 2 * d * (norm if frozen or setup.fused_norms else 2 * full)
-    # Inputs of the projections: with autocast a copy for each, else one for all; routed states are
-    # counted below.
-    copied = setup.half and not setup.fused_norms
+    # Inputs of the projections: with autocast a copy for each, else one for those side by side;
+    # routed states are counted below.
+    copied = setup.half and not setup.fused_norms and not setup.half_weights
     size += ((4 if shape.experts else 5) if copied else 2) * product * d
     if setup.device == "cpu" and setup.short_rows:
         # Rows of up to 128 tokens: float32 copies, all weights of the attention, and its output.
@@ -425,13 +443,14 @@ def _expert_type(setup: TrainingSetup) -> int:
 
 
 def _logits_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Return the bytes of one block of logits, of its products and scratch, and of the layer's
-    bfloat16 copy."""
+    """Return the bytes of one block of logits, of its products and scratch."""
     block = _BLOCK_BYTES.get(setup.device, _BLOCK_BYTES["cpu"])
     block = min(block, _FULL * max(16, setup.tokens) * shape.vocabulary)
     head = shape.vocabulary * shape.hidden
-    # With autocast a float32 layer's gradient is added from a product in bfloat16.
-    copies = _HALF * head if setup.half and not setup.adapter else 0
+    # On a CPU the gradient is added from a product in bfloat16. On a GPU the product is added at
+    # once, and the sum is rounded at the end where the layer is in bfloat16.
+    rounds = setup.device != "cuda" or _wide(setup) == _HALF
+    copies = _HALF * head if setup.half and not setup.adapter and rounds else 0
     if setup.device == "cuda" and not setup.teachers:  # one kernel, in place
         return block + copies
     scratch = _SCRATCH_BYTES.get(setup.device, 0)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from services.trainer.learning.cpu_threads import twin
+from services.trainer.learning.kernels.half import HalfWeights
 from services.trainer.learning.lora import AdaptedBase, adapter_of
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.attention import PACKED
@@ -179,12 +180,15 @@ class Forward:
         *,
         routers: Routers | None = None,
         half: bool = False,
+        copies: HalfWeights | None = None,
     ) -> None:
         """Wrap `model`. `capabilities`: of a model of the same kind; default: test them, in
         bfloat16 if passes are made under autocast to it (`half`). `routers`: routers of a mixture,
-        which replay the routes of a batch."""
+        which replay the routes of a batch. `copies`: those of the model's weights, if it has any.
+        """
         self.model = model
         self.routers = routers
+        self._copies = copies
         self.capabilities = capabilities or capabilities_of(model, half=half)
         if self.capabilities.packs:
             model.config._attn_implementation = PACKED
@@ -225,7 +229,7 @@ class Forward:
 
         def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
             spans = batch.spans if whole else None
-            own = Head(layer.weight, layer.bias)
+            own = self._head(layer)
             loss, scores = linear_loss(
                 hidden, own, batch.targets, temperatures, loss_of, spans=spans, teacher=teacher
             )
@@ -246,7 +250,7 @@ class Forward:
         found: list[Scores] = []
 
         def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-            own = Head(layer.weight, layer.bias)
+            own = self._head(layer)
             found.append(linear_scores(hidden, own, batch.targets, temperatures))
             return hidden.new_zeros(())
 
@@ -262,6 +266,10 @@ class Forward:
                 _with_head(self.model, batch, lambda _, hidden: hidden.new_zeros(()))
             else:
                 response_logits(self.model, batch)
+
+    def _head(self, layer: Any) -> Head:
+        half = None if self._copies is None else self._copies.of(layer.weight)
+        return Head(layer.weight, layer.bias, half)
 
     def _routing(
         self, batch: PackedBatch, load: ExpertLoad | None = None

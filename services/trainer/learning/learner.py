@@ -332,6 +332,7 @@ class Accumulation:
         self.advantages.discard()
         self._passes.kept.take()
         self._passes.budget.forget()
+        self._passes.forget_weights()
         self.sums = StepSums()
 
     # Suspension.
@@ -624,6 +625,7 @@ class Learner(PolicyLearner[Row]):
         sums, optimizer, steps = self._step.sums, self._policy.optimizer, self._job.pipeline.steps
         if sums.broken or not sums.normalizer:
             return sums.broken or "no sample has a response token"
+        self._passes.forget_weights()
         norm = self._gradients.finish(sums.normalizer, optimizer.max_grad_norm)
         if not math.isfinite(norm):
             return f"the norm of the gradient is {norm}"

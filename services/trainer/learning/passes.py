@@ -26,6 +26,8 @@ from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_
 from services.trainer.learning.forward import Forward, Teaching, TrainedModel, costs_of
 from services.trainer.learning.kernels.cpu import layers_of, use_kernels
 from services.trainer.learning.kernels.gpu import use_liger
+from services.trainer.learning.kernels.half import HalfWeights
+from services.trainer.learning.model import shape_of_model
 from services.trainer.learning.pass_budget import PassBudget
 from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
 from services.trainer.learning.samples import Row, response_lengths
@@ -37,6 +39,7 @@ from troupe.algorithms.linear_loss import Scores
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import JobSpec, TrainerSpec
+from troupe.job.sizing import setup_of, shape_of_config
 from troupe.mixtures import is_mixture, mixed_blocks
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling.defaults import CPU, CPU_UNCUT, DeviceDefaults, defaults_of
@@ -259,9 +262,37 @@ class Passes:
     @functools.cached_property
     def _forward(self) -> Forward:
         # Made on first use: frozen and simulated policies never compute a loss.
-        found = Forward(self._model.module, half=self._half, routers=self._model.routers)
+        model = self._model
+        found = Forward(
+            model.module, half=self._half, routers=model.routers, copies=self._half_weights
+        )
         self._warn(found, self._name)
         return found
+
+    @functools.cached_property
+    def _half_weights(self) -> HalfWeights | None:
+        """Copies of the weights in bfloat16, kept where the device has room for them. None: passes
+        are not in bfloat16, or not on a GPU; or a gang gathers weights in bfloat16."""
+        model, where = self._model.module, self._model.device
+        if where.type != "cuda":
+            return None
+        shape = shape_of_config(model.config.to_dict()) or shape_of_model(model)
+        setup = setup_of(
+            self._job,
+            self._name,
+            shape,
+            device=where.type,
+            memory=gpu_memory(where) or 0,
+            forward_tokens=self.budget.tokens,
+        )
+        half = setup.half_weights
+        return HalfWeights(model, keeps=half == "kept") if half else None
+
+    def forget_weights(self) -> None:
+        """Free copies of the weights, which are about to change or to leave the device."""
+        found = self.__dict__.get("_half_weights")
+        if found is not None:
+            found.drop()
 
     def _warn(self, forward: Forward, policy: str) -> None:
         """Say in the log that a model's rows are padded, and why. Raises FailedPrecondition of kind

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from services.trainer.learning import forward, lora, pass_budget, passes
+from services.trainer.learning.kernels import half
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from tests.trainer.peak import rows
@@ -58,6 +59,8 @@ class FakeCuda(TorchDispatchMode):
         # By what was done and the function that did it: how often.
         self.on_host: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
+        # By the function that did it: bytes that casts read.
+        self.casts: Counter[str] = Counter()
         # What is being computed: a "forward" or "backward" pass, else "update".
         self.phase = UPDATE
         self.phases: dict[str, int] = {}
@@ -85,6 +88,8 @@ class FakeCuda(TorchDispatchMode):
             self.waits[f"copy: {_place()}"] += 1
             if args[0].numel() <= LARGE:
                 return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func is aten._to_copy.default and kwargs.get("dtype") not in (None, args[0].dtype):
+            self.casts[_place()] += args[0].nbytes
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
                 self.waits[f"copy: {_place()}"] += 1
@@ -169,6 +174,7 @@ class FakeCuda(TorchDispatchMode):
         self.phases.clear()
         self.on_host.clear()
         self.waits.clear()
+        self.casts.clear()
 
 
 def _place() -> str:
@@ -233,6 +239,9 @@ def pretending(mode: FakeCuda) -> Iterator[None]:
         (linear_loss, "serves"): lambda *_: True,
         (linear_loss, "score_rows"): lambda *_: None,
         (linear_loss, "slope_rows"): lambda *_: None,
+        # As CUDA's kernel, they make nothing besides the sum.
+        (linear_loss, "add_product"): lambda total, left, right: total.add_(0.0),
+        (half, "add_product"): lambda total, left, right: total.add_(0.0),
         (passes.Passes, "_loss"): noted("forward", loss),
         (torch.autograd, "backward"): noted("backward", call),
     }
@@ -246,7 +255,7 @@ def pretending(mode: FakeCuda) -> Iterator[None]:
 def step(values: dict[str, Any], *, explains: str = "") -> dict[str, Any]:
     """What the second step of a policy needs: `cuda` and `cpu`, peaks in bytes; `state`, bytes that
     stay between its passes; `host`, tensors that passes make on the host; `waits`, values that the
-    host gets from the device."""
+    host gets from the device; `casts`, bytes that casts to another type read, by function."""
     spec = JobSpec.model_validate(values)
     policy = spec.policies["solver"]
     mode = FakeCuda()
@@ -273,7 +282,7 @@ def step(values: dict[str, Any], *, explains: str = "") -> dict[str, Any]:
         devices = {p.device.type for p in learner.model.parameters()}
     assert devices == {"cuda"}, devices
     found: dict[str, Any] = {"state": state, **mode.peak, "phases": mode.phases}
-    found |= {"host": dict(mode.on_host), "waits": dict(mode.waits)}
+    found |= {"host": dict(mode.on_host), "waits": dict(mode.waits), "casts": dict(mode.casts)}
     if explains:
         top = sorted(mode.largest.items(), key=lambda one: -one[1])[:40]
         found["largest"] = dict(top)
