@@ -85,10 +85,11 @@ class TrainerSpec(Section):
     compiler refuses `on`; so does `pipeline.deterministic`. Experts of a mixture are left out.
     `auto`: off; measured gain 5 % on a CPU after half a minute of compilation, none on an H100."""
     kernels: Literal["auto", "off"] = "auto"
-    """Whether the trainer replaces RMSNorm and rotary embedding by fused functions. `auto`: by its
-    own on CPUs, if they are faster, and by Liger Kernel's on GPUs, if it is installed; in both
-    cases only if values and gradients agree with the model's in a trial on the device. `off`:
-    never."""
+    """Whether the trainer replaces functions by faster ones. `auto`: RMSNorm and rotary embedding
+    by its own on CPUs, and on GPUs by Liger Kernel's; attention on Hopper and Blackwell by
+    FlashAttention 3 or 4 (`flash_attn_interface`, `flash_attn.cute`); what is installed, and only
+    if values and gradients agree with those before in a trial on the device. `off`: never, and
+    weights are cast to bfloat16 by autocast."""
     forward_tokens: Tokens | None = None
     """Tokens per forward pass; micro-batches are split accordingly. A longer sequence is cut into
     pieces, whose keys and values stay until it is differentiated. Default: 1024 on a CPU (512 for

@@ -25,6 +25,7 @@ from services.trainer.compute import gpu_memory
 from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
 from services.trainer.learning.forward import Forward, Teaching, TrainedModel, costs_of
 from services.trainer.learning.kernels.cpu import layers_of, use_kernels
+from services.trainer.learning.kernels.flash import use_flash_attention
 from services.trainer.learning.kernels.gpu import use_liger
 from services.trainer.learning.kernels.half import HalfWeights
 from services.trainer.learning.model import shape_of_model
@@ -90,6 +91,7 @@ def choose_kernels(model: Any, spec: TrainerSpec) -> None:
     if spec.kernels == "auto" and spec.compile != "on":  # the compiler fuses operators itself
         use_kernels(model)
         use_liger(model)
+        use_flash_attention(model)
 
 
 class _CompiledForward:
