@@ -179,8 +179,8 @@ def test_every_extra_resolves_beside_torch_for_cuda(extra: str, tmp_path: Path) 
 
 
 def sglang_releases() -> dict[str, set[str]]:
-    """The releases of SGLang that recipes and documentation install, by file."""
-    kinds = ("docs/*.md", "README.md", "deploy", "docker-compose*.yml")
+    """The releases of SGLang that recipes, documentation and messages install, by file."""
+    kinds = ("docs/*.md", "README.md", "deploy", "docker-compose*.yml", "troupe/job/engines")
     listed = subprocess.run(
         ["git", "ls-files", *kinds], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -197,7 +197,8 @@ def sglang_releases() -> dict[str, set[str]]:
 
 def test_one_release_of_sglang_is_installed_everywhere() -> None:
     found = sglang_releases()
-    assert {"docs/gpus.md", "docs/tutorials/gpu.md", "docker-compose.gpu.yml"} < set(found)
+    places = {"docs/gpus.md", "docs/tutorials/gpu.md", "docker-compose.gpu.yml"}
+    assert places | {"troupe/job/engines/sglang.py"} < set(found)
     assert len(set.union(*found.values())) == 1, found
 
 

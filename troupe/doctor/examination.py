@@ -13,6 +13,7 @@ from troupe.doctor.findings import Finding, Verdict
 from troupe.doctor.interpreters import NoEnvironment
 from troupe.doctor.sandboxes import sandboxes
 from troupe.job import JobSpec
+from troupe.job.automatic import launched_policies
 from troupe.job.engines import KINDS
 from troupe.job.loading import FieldProblem
 from troupe.rpc import InvalidArgument
@@ -73,8 +74,7 @@ def examine_servers(spec: JobSpec, devices: int) -> tuple[list[FieldProblem], li
     policies whose environment has no server, and findings that make its jobs slow or fail."""
     launched = {
         name: (KINDS[one.engine.kind], one.engine.python)
-        for name, one in spec.policies.items()
-        if one.engine.is_server and not one.engine.urls and one.simulated is None
+        for name, one in launched_policies(spec).items()
     }
     places = {kind.interpreter(python): kind.name for kind, python in launched.values()}
     found = asyncio.run(_environments(places))

@@ -107,7 +107,7 @@ def decide(spec: JobSpec, devices: JobDevices, shapes: Mapping[str, ModelShape |
         elif least > 1:
             sources[field] += f"; at least {least} by the memory model"
     decided = with_values(spec, values)
-    engines = sum(_width(one) * engine_count(one) for one in _launched(decided).values())
+    engines = sum(devices_of_engines(decided).values())
     trainers = _trained_at_once(decided, devices)
     notes = _notes(decided, devices, engines, trainers)
     return Decision(values, sources, engines, trainers, tuple(notes))
@@ -143,7 +143,7 @@ def _work(spec: JobSpec, shapes: Mapping[str, ModelShape | None]) -> dict[str, f
     }
 
 
-def _launched(spec: JobSpec) -> dict[str, PolicySpec]:
+def launched_policies(spec: JobSpec) -> dict[str, PolicySpec]:
     """Return the policies whose engines are servers that rollout workers launch."""
     return {
         name: policy
@@ -155,19 +155,22 @@ def _launched(spec: JobSpec) -> dict[str, PolicySpec]:
     }
 
 
-def _width(policy: PolicySpec) -> int:
-    return policy.engine.tensor_parallel
+def devices_of_engines(spec: JobSpec) -> dict[str, int]:
+    """Return the devices of each rollout worker that launched servers take, by policy."""
+    return {
+        name: engine_count(one) * one.engine.tensor_parallel
+        for name, one in launched_policies(spec).items()
+    }
 
 
 def _engines(spec: JobSpec, devices: int, work: Mapping[str, float]) -> dict[str, int]:
     """Return the engines of the policies with `replicas: auto`."""
-    launched = _launched(spec)
+    taken = devices_of_engines(spec)
     auto = {name: one for name, one in spec.policies.items() if one.engine.replicas == "auto"}
-    fixed = {name: one for name, one in launched.items() if name not in auto}
+    fixed = sum(count for name, count in taken.items() if name not in auto)
     least = {name: spec.balancing.minimum_of(name) for name in auto}
-    taken = sum(_width(one) * engine_count(one) for one in fixed.values())
-    widths = {name: _width(one) for name, one in auto.items() if name in launched}
-    found = fill_engines(widths, work, devices - taken, least)
+    widths = {name: one.engine.tensor_parallel for name, one in auto.items() if name in taken}
+    found = fill_engines(widths, work, devices - fixed, least)
     # With too few devices the job is refused with the smallest numbers in the message.
     return {name: found.get(name, max(1, least[name])) for name in auto}
 
@@ -257,7 +260,7 @@ def _trained_at_once(spec: JobSpec, devices: JobDevices) -> int:
 
 def _notes(spec: JobSpec, devices: JobDevices, engines: int, trainers: int) -> Iterable[str]:
     """Yield sentences about devices that a job which launches servers lacks or leaves idle."""
-    launched = _launched(spec)
+    launched = launched_policies(spec)
     if 0 < devices.engines < engines:
         yield (
             f"its engines need {_devices(engines)}, and a rollout worker has {devices.engines}; "

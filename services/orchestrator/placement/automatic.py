@@ -18,7 +18,7 @@ import structlog
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.records import JobRecord
-from troupe.job.automatic import JobDevices, decide, is_open, with_values
+from troupe.job.automatic import JobDevices, decide, is_open, launched_policies, with_values
 from troupe.job.sizing import shapes_of
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
@@ -37,7 +37,7 @@ async def settled(job: JobContext, record: JobRecord) -> JobContext:
     shared, spec = job.shared, job.spec
     first = record.state == common_pb.JOB_STATE_SUBMITTED
     decided = record.decided
-    if is_open(spec) or first:
+    if is_open(spec) or (first and launched_policies(spec)):
         await _reports(shared)
         workers = (*shared.workers.usable(_ROLLOUT), *shared.workers.usable(_TRAINER))
         devices = job_devices(shared.nodes.alive(), workers, job.job_id)

@@ -13,7 +13,7 @@ from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.settings import OrchestratorSettings
 from troupe.devices import NODE_PROTOCOL
 from troupe.job import JobSpec
-from troupe.job.balancing import engine_count
+from troupe.job.automatic import devices_of_engines
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
@@ -130,11 +130,7 @@ def check_devices(spec: JobSpec, workers: Iterable[WorkerHandle]) -> None:
 
     Workers without devices are not checked, since their servers choose devices themselves.
     """
-    wanted = {
-        name: engine_count(policy) * policy.engine.tensor_parallel
-        for name, policy in spec.policies.items()
-        if policy.engine.is_server and not policy.engine.urls and policy.simulated is None
-    }
+    wanted = devices_of_engines(spec)
     needed = sum(wanted.values())
     if not needed:
         return
