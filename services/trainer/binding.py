@@ -93,7 +93,7 @@ class PolicyBinding:
         self.versions = Versions(spec, settings, device, states, publication)
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)
         self._pool = pool
-        self._gang = spec.policies[policy].trainer.gang
+        self._gang = spec.policies[policy].trainer.ranks
         self._suspension = Suspension(transfer, self._pool, job_id, policy, gang=self._gang > 1)
         # The state prefetched for `resume`: its key, and a copy of it on the device.
         self._fetched: tuple[str, SuspendedTensors] | None = None

@@ -231,8 +231,8 @@ def _sizes(spec: JobSpec, name: str, devices: JobDevices, shape: ModelShape | No
     most = pipeline.micro_batch_samples * trainer.context_parallel
     several = range(2, workers + 1) if devices.joins else ()
     possible = [*range(1, each + 1), *(n * each for n in several)]
-    usable = [n for n in possible if n <= most and n % trainer.context_parallel == 0]
-    usable = usable or [trainer.context_parallel]
+    usable = [n for n in possible if n <= most and n % trainer.gang_multiple == 0]
+    usable = usable or [trainer.gang_multiple]
     if shape is None or not devices.memory:
         return usable
 

@@ -67,7 +67,7 @@ def _policies(spec: JobSpec) -> Iterator[str]:
         if not policy.trainable:
             yield from _frozen(field, policy)
             continue
-        if policy.trainer.shard != "auto" and policy.trainer.gang == 1:
+        if policy.trainer.shard != "auto" and policy.trainer.gang in (None, 1):
             yield (
                 f"{field}.trainer.shard: without effect without a gang; set `gang`, or leave it out"
             )

@@ -6,6 +6,7 @@ and editors show it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import Annotated, Any, Literal, Self
@@ -133,6 +134,12 @@ class TrainerSpec(Section):
         """`gang` as a number: 1 until `auto` is decided."""
         return self.gang if isinstance(self.gang, int) else 1
 
+    @property
+    def gang_multiple(self) -> int:
+        """The number whose multiple `gang` must be."""
+        experts = 1 if self.expert_parallel == "auto" else self.expert_parallel
+        return math.lcm(self.context_parallel, experts)
+
     @model_validator(mode="after")
     def _divides(self) -> Self:
         if isinstance(self.gang, int) and self.gang % self.context_parallel:
@@ -140,7 +147,8 @@ class TrainerSpec(Section):
                 f"context_parallel is {self.context_parallel}, which does not divide the "
                 f"{self.gang} devices of `gang`; choose a divisor"
             )
-        if self.expert_parallel != "auto" and self.gang % self.expert_parallel:
+        parallel = 1 if self.expert_parallel == "auto" else self.expert_parallel
+        if isinstance(self.gang, int) and self.gang % parallel:
             raise ValueError(
                 f"expert_parallel is {self.expert_parallel}, which does not divide the "
                 f"{self.gang} devices of `gang`; choose a divisor, or `auto`"
@@ -492,11 +500,13 @@ class PolicySpec(Section):
 
     @model_validator(mode="after")
     def _slices(self) -> Self:
-        slices = self.trainer.context_parallel
-        if self.trainer.gang is None and slices > 1:
+        trainer = self.trainer
+        if trainer.gang is None and trainer.gang_multiple > 1:
+            experts = trainer.context_parallel == 1
+            field, what = ("expert", "the experts") if experts else ("context", "a pass")
             raise ValueError(
-                f"trainer.context_parallel: {slices} devices divide a pass, but `gang` is 1; "
-                "set it to `auto` or a multiple"
+                f"trainer.{field}_parallel: {trainer.gang_multiple} devices divide {what}, but "
+                "`gang` is 1; set it to `auto` or a multiple"
             )
         return self
 
