@@ -101,3 +101,37 @@ async def test_two_policies_of_two_replicas_and_a_gang_share_nothing(
         assert served == [
             [policy, "v2", "healthy"] for policy in ("checker", "checker", "solver", "solver")
         ]
+
+
+async def test_a_job_without_numbers_uses_all_devices(tmp_path: Path, models: Path) -> None:
+    settings = ClusterSettings(data_dir=tmp_path / "runs", panel=False, devices="6xH100-80GB")
+    engine = {
+        "kind": "sglang",
+        "python": sglang_double(tmp_path),
+        "update": "disk",
+        "max_context": 128,
+    }
+    over = {
+        "pipeline.steps": 1,
+        "policies.solver.engine": engine,
+        "policies.checker.engine": engine,
+        "policies.solver.optimizer": {"lr": 1e-3, "eps": 1e-3},
+    }
+    async with (
+        EmbeddedCluster(settings) as cluster,
+        AsyncClient(cluster.state.orchestrator_address) as client,
+    ):
+        handle = await client.submit(job(models, **over), "whole")
+        assert (await handle.wait(timeout=400)).state == "succeeded"
+        assert not (await handle.audit()).violations
+        servers = given(psutil.Process(os.getpid()), "tests.support.sglang_process")
+        assert servers == ["0", "1", "2"]
+        decided = {
+            one.field: int(one.value)
+            for one in (await handle.info()).resolved
+            if one.source.startswith("auto: ")
+        }
+        assert len(decided) == 4
+        for leaf in ("engine.replicas", "trainer.gang"):
+            both = [decided[f"policies.{name}.{leaf}"] for name in ("solver", "checker")]
+            assert sorted(both) == [1, 2]
