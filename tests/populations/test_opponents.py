@@ -53,7 +53,7 @@ def test_a_main_exploiter_meets_the_main_agents_or_their_past_while_it_has_no_ch
 def test_a_league_exploiter_meets_all_that_is_frozen() -> None:
     found = league_opponents(SPY, ALL, {})
     assert found == pytest.approx(dict.fromkeys(("main@1", "main@2", "hunter@1"), 1 / 3))
-    with pytest.raises(ValueError, match="nobody"):
+    with pytest.raises(ValueError, match="no opponent"):
         league_opponents(SPY, [MAIN, SPY], {})
 
 

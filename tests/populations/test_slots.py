@@ -35,7 +35,7 @@ def test_learners_share_what_is_loaded() -> None:
     loaded, (one, other) = share_slots([{"a": 0.5, "b": 0.5}, {"c": 1.0}], 2, (3, 0))
     assert set(one) | set(other) <= set(loaded)
     assert sum(one.values()) == pytest.approx(1.0) == sum(other.values())
-    with pytest.raises(ValueError, match="nobody"):
+    with pytest.raises(ValueError, match="empty mixture"):
         share_slots([{}], 2, (0,))
 
 

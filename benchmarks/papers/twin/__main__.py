@@ -296,9 +296,8 @@ def controlled(console: Console, *, quick: bool = False) -> dict[str, Any]:
                 "full_at_devices": {service: round(at) for service, at in full[kind].items()},
             }
             console.print(
-                f"{kind}: {load.rollout_workers(rate)} rollout workers; {first} saturates first, "
-                "at "
-                f"{devices:,.0f} devices"
+                f"{kind}: {load.rollout_workers(rate)} rollout workers; "
+                f"{first} saturates first, at {devices:,.0f} devices"
             )
         found[name] = one
     return found
