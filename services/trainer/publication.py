@@ -40,14 +40,14 @@ class Publication:
         return f"{self._job}/{self._policy}/weights@{version}"
 
     def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], proof: Proof | None = None
+        self, version: int, tensors: Mapping[str, torch.Tensor], proof: Proof | None
     ) -> common_pb.WeightsRef:
         """Publish a copy of `tensors` as `version`, with their proof. Raises StorageFull."""
         metadata = {"job_id": self._job, "policy": self._policy, **metadata_of(proof)}
         manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
         return self.reference(version, manifest.checksum, manifest.num_bytes, manifest.metadata)
 
-    def ensure_base(self, base: AdaptedBase | None, prove: Prove = lambda: None) -> None:
+    def ensure_base(self, base: AdaptedBase | None, prove: Prove) -> None:
         """Publish the frozen weights under an adapter, once for all policies of the job. `prove`
         computes their proof if they have to be published."""
         if base is None:
@@ -65,7 +65,7 @@ class Publication:
         version: int,
         tensors: Mapping[str, torch.Tensor],
         expected: str,
-        prove: Prove = lambda: None,
+        prove: Prove,
     ) -> common_pb.WeightsRef:
         """Publish `tensors` unless this host has a valid copy of the version. Idempotent. `prove`
         computes their proof if they have to be published.
