@@ -142,6 +142,18 @@ async def test_a_failed_update_is_repeated(cluster: Cluster) -> None:
     await finish(cluster, job_id)
 
 
+async def test_workers_are_told_how_many_update_a_policy_at_the_same_time(
+    cluster: Cluster,
+) -> None:
+    await cluster.add_rollout()
+    for worker in cluster.rollouts:
+        worker.script.seconds = 0.1  # both are prepared before the last step
+    job_id = await cluster.submit(job_yaml(pipeline__steps=4))
+    await finish(cluster, job_id, steps=4)
+    # The one that is prepared last counts from then on.
+    assert [max(worker.updating) for worker in cluster.rollouts] == [2, 2]
+
+
 async def test_lost_weights_are_published_again(cluster: Cluster) -> None:
     gone = NotFound("solver@1 is gone", kind="weights_not_found", field="solver")
     cluster.rollouts[0].script.update_errors = [gone]

@@ -104,6 +104,8 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         self.draining = False
         self.moves: list[tuple[str, str]] = []
         self.calls: Counter[str] = Counter()
+        # Of each update: how many workers are said to update the policy at the same time.
+        self.updating: list[int] = []
         # Jobs whose data in the host's memory was to be deleted.
         self.deleted: list[str] = []
         self.ran: list[str] = []
@@ -186,6 +188,7 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         self, request: rollout_pb.UpdateWeightsRequest, context: Any
     ) -> rollout_pb.UpdateWeightsResponse:
         self.calls["UpdateWeights"] += 1
+        self.updating.append(request.workers)
         if self.script.update_errors:
             raise self.script.update_errors.pop()
         weights = request.weights

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from services.rollout.engines.servers.direct import DirectLoader
 from services.rollout.engines.sglang.engine import SglangEngine
@@ -25,6 +26,7 @@ from tests.trainer.test_sending import python as python  # a fixture
 from tests.trainer.test_sending import trained
 from troupe.contracts import kinds
 from troupe.job import JobSpec, PolicySpec
+from troupe.transfer import flat_buckets as buckets_module
 from troupe.transfer.flat_buckets import FlatBucket, JoinedGroup, flat_buckets
 from troupe.transfer.formats.sglang import SglangFormat
 from troupe.v1 import common_pb2 as common_pb
@@ -36,9 +38,17 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts what the trainer makes: `tensors` read, `buckets`, `bytes` in them, `groups`."""
+    """Counts what the trainer makes: `rounds` and the `servers` in them, `tensors` read, `bytes` in
+    buckets, `groups` and their `members`. `workers`: how many rollout workers a wave is said to be
+    of."""
     counts: Counter[str] = Counter()
-    make = sending.UpdateGroups.make
+    make, send = sending.UpdateGroups.make, sending.SendingRound.send
+
+    def sent(round_: sending.SendingRound, named: Any, device: torch.device) -> None:
+        counts["rounds"] += 1
+        counts["servers"] += len(round_.receivers)
+        counts["workers"] = max(one.wanted.wave.workers for one in round_.receivers)
+        send(round_, named, device)
 
     def counted(
         named: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
@@ -49,7 +59,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
                 yield one
 
         for bucket in flat_buckets(read(), limit, device):
-            counts["buckets"] += 1
             counts["bytes"] += bucket.flat.nbytes
             yield bucket
 
@@ -61,6 +70,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(sending, "_BUCKET_BYTES", 4096)
     monkeypatch.setattr(sending, "flat_buckets", counted)
     monkeypatch.setattr(sending.UpdateGroups, "make", joined)
+    monkeypatch.setattr(sending.SendingRound, "send", sent)
     return counts
 
 
@@ -126,8 +136,11 @@ async def test_all_servers_of_a_wave_share_one_group_and_every_bucket(
         for version in (1, 2):
             ref = await trained(stage, trainer, spec, version - 1)
             made.clear()
-            await policy.update(ref)  # each server is proven by the prompt's log-probs
+            # Each server is proven by the prompt's log-probs.
+            await policy.update(ref, workers=version)
             assert reports(engines) == [(version, "broadcast", 0)] * count
+            # (The trainer knows from the first version that the second worker does not send.)
+            assert (made["rounds"], made["servers"], made["workers"]) == (1, count, version)
             published = stage.weights(ref)
             # Whatever the number of servers: one copy of each tensor, in buckets for all.
             assert made["tensors"] == len(published)
@@ -286,6 +299,31 @@ async def test_a_round_waits_for_all_servers_of_the_rollout_workers_that_usually
     assert complete("abab", 2, None) == [False, False, False, True]
     # Of two workers one had no server for the version before.
     assert complete("aa", 2, 1) == [False, True]
+
+
+def test_tensors_in_host_memory_are_copied_straight_into_a_bucket_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies: list[tuple[int, int, float]] = []
+
+    def uploaded(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for target, source in pairs:
+            assert target.is_cuda
+            assert target.shape == source.shape
+            copies.append((target.storage_offset(), source.numel(), float(source[0])))
+
+    # The device's memory, without one.
+    empty = torch.empty
+
+    def fake(*arguments: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        with FakeTensorMode():
+            return empty(*arguments, device=device, **options)
+
+    monkeypatch.setattr(buckets_module, "upload", uploaded)
+    monkeypatch.setattr(torch, "empty", fake)
+    (bucket,) = flat_buckets(tensors(), 1 << 20, torch.device("cuda"))
+    assert (bucket.flat.device.type, bucket.flat.numel()) == ("cuda", 64)
+    assert copies == [(16 * number, 16, float(number)) for number in range(4)]
 
 
 def test_nothing_is_made_for_servers_that_have_left(round_: sending.SendingRound) -> None:

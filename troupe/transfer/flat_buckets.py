@@ -54,8 +54,8 @@ def _joined(bucket: list[tuple[str, torch.Tensor]], device: torch.device) -> Fla
     if device.type != "cuda" or flats[0].is_cuda:
         return FlatBucket(torch.cat(flats), shapes)
     joined = torch.empty(sum(map(len, flats)), dtype=flats[0].dtype, device=device)
-    ends = list(itertools.accumulate(map(len, flats)))
-    upload((joined[end - len(flat) : end], flat) for end, flat in zip(ends, flats, strict=True))
+    starts = itertools.accumulate(map(len, flats[:-1]), initial=0)
+    upload((joined.narrow(0, at, len(flat)), flat) for at, flat in zip(starts, flats, strict=True))
     return FlatBucket(joined, shapes)
 
 
