@@ -186,7 +186,8 @@ class PolicyLearner(ABC, Generic[R]):
     @abstractmethod
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the whole state with the current step: tensors, not copied, and plain values
-        (JSON).
+        (JSON). A learner in other processes has them store the tensors, and returns the description
+        of these parts (`state.parts.PARTS`).
 
         In any thread while the learner computes nothing.
         """

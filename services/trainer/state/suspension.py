@@ -3,8 +3,8 @@
 Unlike a state of `StateStore`, it may be from the middle of a step: it includes accumulated
 gradients, the step's statistics and the ids of its claims. It is not durable: if it is lost, the
 policy continues from the committed version, and the step's samples become claimable again. It has
-one owner: `take` removes it, and fails the second time. Of a gang, the ranks have stored the
-tensors in parts (parts.py); the state itself has the rest.
+one owner: `take` removes it, and fails the second time. The ranks of a gang store a learner's
+tensors in parts (parts.py), which the state describes.
 
 `ParameterPool` keeps the memory of policies that left the device for reuse, since fresh pages cost
 several times as much as a copy. The functions below it split a step's state into tensors and plain

@@ -58,10 +58,10 @@ def states_of(directory: Path, job_id: str) -> list[str]:
 async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: TrainingStage) -> None:
     two, one = specs(stage)
     job, alone = await stage.sibling()
-    await alone.bind(one)
+    await alone.bind_again(one)
     expected = [await step(job, alone, number, one) for number in range(4)]
     leader, member = await pair(stage)
-    await leader.bind(two, hosts=hosts(member))
+    await leader.bind_again(two, hosts=hosts(member))
     assert len(ranks(os.getpid())) == 2
     beat = member.worker.heartbeat()
     assert (beat.trainer.ranks, beat.trainer.lends_to) == (1, "leader")
@@ -108,7 +108,7 @@ async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: Traini
         assert source is not None
         files = {one.name: memoryview(one.read_bytes()) for one in source.iterdir()}
         copied_states.take_in(source.name, files)
-    await member.stub.Resume(request)
+    await member.stub.Resume(request, timeout=PATIENCE)
     assert leader.worker.lent.request is not None
     found.append(await step(stage, member, 2, two))
     await member.release()
@@ -116,7 +116,7 @@ async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: Traini
 
     # One device goes on from what the gang wrote.
     weights = found[-1][0]
-    await member.bind(one, version=3, checksum=weights.checksum)
+    await member.bind_again(one, version=3, checksum=weights.checksum)
     found.append(await step(stage, member, 3, one))
     for (_, mine), (_, theirs) in zip(found, expected, strict=True):
         assert_close(mine, theirs)
