@@ -11,6 +11,7 @@ from tests.support.cluster import job_yaml
 from tests.support.interpreters import SGLANG, environment
 from troupe.client.cli.app import main
 from troupe.doctor import interpreters
+from troupe.doctor.examination import quick_checks
 
 
 def job(place: Path, python: str | None, **engine: object) -> str:
@@ -77,3 +78,15 @@ def test_train_refuses_before_it_starts_a_cluster(
     assert main(["train", file, "--data-dir", str(tmp_path / "runs")]) == 2
     assert "there is no interpreter" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_start_of_workers_tells_of_a_server_that_is_not_there(tmp_path: Path) -> None:
+    named = {"TROUPE_SGLANG_PYTHON": str(tmp_path / "absent")}
+    (told,) = [
+        one
+        for one in quick_checks(named | {"TROUPE_DEVICES": "2xH100-80GB"})
+        if one.subject == "sglang"
+    ]
+    assert "there is no interpreter" in told.text
+    # Without devices it may be used for nothing.
+    assert not [one for one in quick_checks(named) if one.subject == "sglang"]

@@ -23,14 +23,36 @@ SERVERS: Final = {kind.name: kind.python_variable for kind in KINDS.values() if 
 
 
 def quick_checks(environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Return what takes milliseconds to check and is not good: for the start of workers."""
+    """Return what is quickly checked and is not good: for the start of workers. It takes
+    milliseconds; where there are devices, a second for the environments of inference servers that
+    variables name. Blocking."""
     found = [
         *host.devices(environment),
         *host.memory(),
         *host.limits(),
         *host.network(environment),
     ]
+    named, devices = _named(environment), _count(environment)
+    if named and devices:
+        own = interpreters.running_environment()
+        found += asyncio.run(interpreters.servers(named, own, devices))
     return [one for one in found if one.verdict is Verdict.PROBLEM]
+
+
+def _named(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the interpreters of inference servers that variables name, by kind."""
+    return {
+        kind: environment[variable]
+        for kind, variable in SERVERS.items()
+        if environment.get(variable)
+    }
+
+
+def _count(environment: Mapping[str, str]) -> int:
+    try:
+        return len(find_devices(environment))
+    except InvalidArgument:
+        return 0  # the check of devices says why
 
 
 async def examine(
@@ -43,16 +65,9 @@ async def examine(
     `redis_url`: "" for the embedded Redis. `named`: interpreters of inference servers by kind, in
     place of those that the environment names.
     """
-    try:
-        devices = len(find_devices(environment))
-    except InvalidArgument:
-        devices = 0  # the check of devices says why
+    devices = _count(environment)
     if named is None:
-        named = {
-            kind: environment[variable]
-            for kind, variable in SERVERS.items()
-            if environment.get(variable)
-        }
+        named = _named(environment)
     own = await interpreters.own_environment(with_devices=devices > 0)
     servers, redis, kinds = await asyncio.gather(
         interpreters.servers(named, own, devices), host.redis(redis_url), sandboxes()
@@ -76,7 +91,7 @@ def examine_servers(spec: JobSpec, devices: int) -> tuple[list[FieldProblem], li
         name: (KINDS[one.engine.kind], one.engine.python)
         for name, one in launched_policies(spec).items()
     }
-    places = {kind.interpreter(python): kind.name for kind, python in launched.values()}
+    places = dict.fromkeys(kind.interpreter(python) for kind, python in launched.values())
     found = asyncio.run(_environments(places))
     problems, findings = [], {}
     for name, (kind, python) in launched.items():
