@@ -29,7 +29,10 @@ def given(process: psutil.Process, module: str) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each process below that runs a module; torchrun is left out."""
     found = []
     for child in process.children(recursive=True):
-        environment, command = child.environ(), child.cmdline()
+        try:
+            environment, command = child.environ(), child.cmdline()
+        except psutil.NoSuchProcess:  # it has ended since it was listed
+            continue
         if module in command and not (module.endswith("rank") and "RANK" not in environment):
             found.append(environment["CUDA_VISIBLE_DEVICES"])
     return sorted(found)

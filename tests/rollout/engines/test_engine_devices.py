@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,8 @@ from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.server_process import EngineDevices, ServerProcess
 from services.rollout.engines.servers.interface import Launch
 from services.rollout.engines.sglang.server import SglangServer
+from tests.rollout.engines.real_server import interpreter
+from tests.support.waiting import PATIENCE
 from troupe.devices import Device, parse_devices
 from troupe.job import PolicySpec
 
@@ -150,6 +154,23 @@ def test_the_cuda_graphs_of_a_server_reach_to_its_limit_and_sleep_with_it() -> N
     ):
         assert not [part for part in SglangServer.command(other) if "graph" in part]
         assert SglangServer.variables(other) == {}
+
+
+@pytest.mark.slow
+def test_a_real_sglang_knows_every_option_of_the_launch_line(tmp_path: Path) -> None:
+    launch = Launch(
+        policy(tensor_parallel=2), "m", 1, 64, name="n", deterministic=True, memory=True,
+        routed_experts=True, release=(0, 5, 21), gpu=True,
+    )  # fmt: skip
+    done = subprocess.run(
+        [interpreter(tmp_path), "-m", "sglang.launch_server", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE,
+        check=True,
+    )
+    known = set(re.findall(r"--[\w-]+", done.stdout))
+    assert {part for part in SglangServer.command(launch) if part.startswith("--")} <= known
 
 
 @pytest.mark.parametrize("devices", [parse_devices("80GB"), None])
