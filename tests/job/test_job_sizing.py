@@ -105,6 +105,10 @@ def test_the_setup_of_a_policy_follows_from_the_job() -> None:
     setup = setup_of(plain, "solver", shape, device="cuda")
     assert (setup.ranks, setup.adapter, setup.reference, setup.critic) == (1, 0, False, False)
     values = plain.model_dump(mode="json")
+    for wish, expected in ((True, (True, 0)), (1, (True, 1)), (9, (True, 0)), (False, (False, 0))):
+        values["policies"]["solver"]["trainer"]["activation_checkpointing"] = wish
+        own = setup_of(type(plain).model_validate(values), "solver", shape, device="cuda")
+        assert (own.checkpointing, own.kept_layers) == expected
     values["algorithm"] |= {"advantage": "gae", "kl_coefficient": 0.1}
     values["policies"]["solver"]["lora"] = {"rank": 4, "target_modules": ["q_proj"]}
     rich = setup_of(type(plain).model_validate(values), "solver", shape, device="cuda")

@@ -40,6 +40,7 @@ SMOLLM2_135M = {
 ONE_DEVICE = {
     "bfloat16": case(),
     "checkpointing": case(trainer={"activation_checkpointing": True}),
+    "half-checkpointed": case(trainer={"activation_checkpointing": 2}),
     "float32": case(dtype="float32"),
     "lora": case(lora={"rank": 8}),
     "critic-and-reference": case(algorithm={"advantage": "gae", "kl_coefficient": 0.1}),

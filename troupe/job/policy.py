@@ -72,14 +72,16 @@ class LoraSpec(Section):
 
 
 Offload = Literal["none", "optimizer", "all"]
+Layers = Annotated[int, Field(ge=1, le=4096)]
 
 
 class TrainerSpec(Section):
     """How a policy's gradients are computed."""
 
-    activation_checkpointing: bool | Literal["auto"] = "auto"
+    activation_checkpointing: bool | Layers | Literal["auto"] = "auto"
     """Keep only the inputs of layers for the backward pass and recompute the rest: about a third
-    more computation, but activations of one layer instead of all. `auto`: on a GPU where
+    more computation, but activations of one layer instead of all. A number: of the first so many
+    layers, where memory has room for the activations of the others. `auto`: on a GPU where
     the step does not fit otherwise, or where that is unknown (docs/training.md); off on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether torch.compile fuses the operations between matrix products. A worker without a

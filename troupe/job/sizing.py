@@ -265,7 +265,9 @@ def setup_of(
         slices=slices,
         expert_ranks=min(divided, gang),
         history=history,
-        checkpointing=given.activation_checkpointing if wish == "auto" else wish,
+        checkpointing=given.activation_checkpointing if wish == "auto" else wish is not False,
+        # A number, not true: the layers that are recomputed.
+        kept_layers=max(0, shape.layers - wish) if type(wish) is int else 0,
         trainable=own.trainable,
         adapter=adapter,
         reference=spec.needs_reference,

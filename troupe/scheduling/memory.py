@@ -114,6 +114,8 @@ class TrainingSetup:
     """Tokens of earlier passes over the same sequence, whose keys and values are kept."""
     checkpointing: bool = True
     """Whether only the inputs of layers are kept for the backward pass."""
+    kept_layers: int = 0
+    """Layers at the end of the model whose activations are kept all the same."""
     trainable: bool = True
     adapter: int = 0
     """Parameters of the LoRA adapter that is trained on frozen weights; 0: all are trained."""
@@ -248,7 +250,7 @@ def _end_of_forward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
     """Return the last block of logits: what all layers keep is there."""
     logits = _logits_bytes(shape, setup) + _summed_head(shape, setup)
     # Layers that are computed again free the copies of their weights.
-    layers = 1 if setup.half_weights == "cast" and setup.checkpointing else shape.layers
+    layers = _busy_layers(shape, setup) if setup.half_weights == "cast" else shape.layers
     casts = _cast_bytes(shape, setup, layers * shape.layer)
     # The hidden states behind the last layer, their norm, and what the loss makes of them.
     scored = 5 * _stream_bytes(shape, setup) + _HALF * shape.hidden
@@ -265,10 +267,11 @@ def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
     """Return the last layer of the model in the backward pass: what it recomputes, its
     gradients."""
     busy = _gradient_bytes(shape, setup)
-    if setup.checkpointing:  # the input of the layer is kept anyway
+    # Layers that keep activations come first, and free them before others are computed again.
+    if setup.checkpointing and not setup.kept_layers:  # the input of the layer is kept anyway
         busy += _layer_bytes(shape, setup) - _stream_bytes(shape, setup)
     # With checkpointing the casts of the forward pass are gone.
-    layers = 1 if setup.checkpointing else shape.layers
+    layers = _busy_layers(shape, setup)
     casts = _cast_bytes(shape, setup, layers * shape.layer, head=False)
     gathered = _gathered(shape, setup) + (_copies(shape, setup) or casts)
     if setup.gang:  # this layer's gradient, and float32 of it and of the one before
@@ -283,8 +286,9 @@ def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
 
 def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """Return the bytes that layers keep for the backward pass."""
-    keeps = _stream_bytes if setup.checkpointing else _layer_bytes
-    layer = keeps(shape, setup)
+    whole = min(setup.kept_layers, shape.layers) if setup.checkpointing else shape.layers
+    layers = whole * _layer_bytes(shape, setup)
+    layers += (shape.layers - whole) * _stream_bytes(shape, setup)
     rotary = 2 * _FULL * shape.head_dim
     pairs = 2 * shape.kv_heads * shape.head_dim
     product = _HALF if setup.half else _FULL
@@ -292,9 +296,15 @@ def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     # which each layer gathers.
     states = setup.history * shape.layers * pairs * (product + _FULL)
     if setup.slices > 1:
-        layers = 1 if setup.checkpointing else shape.layers
-        states += setup.tokens * setup.slices * pairs * (layers * product + _FULL)
-    return setup.tokens * (shape.layers * layer + rotary + _COLUMNS_BYTES) + states
+        busy = _busy_layers(shape, setup)
+        states += setup.tokens * setup.slices * pairs * (busy * product + _FULL)
+    return setup.tokens * (layers + rotary + _COLUMNS_BYTES) + states
+
+
+def _busy_layers(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Return the layers whose activations are there at a time: those that are kept, and one that is
+    computed again."""
+    return min(setup.kept_layers + 1, shape.layers) if setup.checkpointing else shape.layers
 
 
 def _stream_bytes(shape: ModelShape, setup: TrainingSetup) -> int:

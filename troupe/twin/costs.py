@@ -227,14 +227,15 @@ def trainer_rates(
     *,
     ranks: int,
     context: float = 2048.0,
-    checkpointing: bool = True,
+    recomputed: float = 1.0,
     adapter: int = 0,
 ) -> TrainerRates:
-    """Return the times of a gang of `ranks` devices. `context`: mean tokens of a row; `adapter`:
-    trained parameters of a LoRA adapter, 0: all are trained."""
+    """Return the times of a gang of `ranks` devices. `context`: mean tokens of a row; `recomputed`:
+    share of the layers that the backward pass computes again; `adapter`: trained parameters of a
+    LoRA adapter, 0: all are trained."""
     active = shape.active_parameters
     passes = 3.0 if not adapter else 2.0  # forward, inputs' gradients, and weights' gradients
-    passes += 1.0 if checkpointing else 0.0
+    passes += recomputed
     work = passes * (2 * active + _attention(shape, context / 2))
     speed = device.flops * ranks * device.efficiency.training
     trained = adapter or shape.parameters

@@ -195,13 +195,13 @@ class JobRates:
         )
 
     def _assumed_trainer(self, name: str, ranks: int) -> TrainerRates:
-        setup = self._setup(name, ranks)
+        setup, shape = self._setup(name, ranks), self.shapes[name]
         return trainer_rates(
-            self.shapes[name],
+            shape,
             self.device,
             ranks=ranks,
             context=self.context[name],
-            checkpointing=setup.checkpointing,
+            recomputed=setup.checkpointing * (1.0 - setup.kept_layers / shape.layers),
             adapter=setup.adapter,
         )
 

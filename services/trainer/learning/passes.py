@@ -71,15 +71,18 @@ def configure_model(policy: str, model: Any, spec: TrainerSpec, own: DeviceDefau
         for layer in _layers(model, f"{field}.compile"):
             layer.forward = _CompiledForward(layer.forward)
     layers: list[torch.nn.Module] = []
-    if spec.activation_checkpointing is True:
+    wish = spec.activation_checkpointing
+    if wish == "auto":
+        layers = layers_of(model) if own.activation_checkpointing else []
+    elif wish is not False:
         layers = _layers(model, f"{field}.activation_checkpointing")
-    elif spec.activation_checkpointing == "auto" and own.activation_checkpointing:
-        layers = layers_of(model)
+        # The last layers are differentiated first, and free their activations then.
+        layers = layers if wish is True else layers[:wish]
     for layer in layers:
         # transformers' own switch works in training mode only, where dropout is active. Wraps
         # `forward`, so that hooks of wrappers (FSDP) stay outside.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    setattr(model, _CHECKPOINTED, bool(layers))
+    setattr(model, _CHECKPOINTED, len(layers))
     setattr(model, _CONFIGURED, True)
 
 
@@ -257,7 +260,7 @@ class Passes:
             policy=policy,
             device=str(model.device),
             forward_tokens=tokens,
-            activation_checkpointing=getattr(model.module, _CHECKPOINTED, False),
+            checkpointed_layers=getattr(model.module, _CHECKPOINTED, 0),
         )
         self._shares = share_prefixes
 

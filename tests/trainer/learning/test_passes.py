@@ -59,13 +59,17 @@ def test_activation_checkpointing_gives_the_same_bits_in_less_memory(tokenizer: 
     wide = {"num_hidden_layers": 8, "intermediate_size": 256}
     plain = learner_of(tokenizer, {}, **wide)
     again = learner_of(tokenizer, {"activation_checkpointing": True}, **wide)
+    some = learner_of(tokenizer, {"activation_checkpointing": 4}, **wide)
     most = {}
-    for name, learner in {"plain": plain, "again": again}.items():
+    for name, learner in {"plain": plain, "again": again, "some": some}.items():
         gradient(learner)  # warm-up
         learner.discard()
         most[name] = tensor_peak(lambda learner=learner: gradient(learner))
-    assert torch.equal(gradient(plain, 1), gradient(again, 1))
+    expected = gradient(plain, 1)
+    assert torch.equal(expected, gradient(again, 1))
+    assert torch.equal(expected, gradient(some, 1))
     assert most["again"] < 0.7 * most["plain"]
+    assert most["again"] < most["some"] < 0.9 * most["plain"]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -182,15 +186,18 @@ def test_a_model_without_known_layers_is_refused() -> None:
         ("auto", 0, True),
         (False, 80 << 30, False),
         (True, None, True),
+        (1, None, [True, False]),
+        (9, 80 << 30, True),
     ],
 )
 def test_activation_checkpointing_is_on_by_default_on_a_gpu(
-    asked: Any, memory: int | None, wrapped: bool
+    asked: Any, memory: int | None, wrapped: bool | list[bool]
 ) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config()))
     spec = TrainerSpec(activation_checkpointing=asked)
     configure_model("solver", model, spec, defaults_of(memory))
-    assert [isinstance(layer.forward, partial) for layer in model.model.layers] == [wrapped] * 2
+    expected = wrapped if isinstance(wrapped, list) else [wrapped] * 2
+    assert [isinstance(layer.forward, partial) for layer in model.model.layers] == expected
 
 
 def test_the_default_leaves_a_model_without_known_layers_as_it_is() -> None:

@@ -146,6 +146,7 @@ VARIANTS = {
     "offload": values("Qwen3-4B", 4, trainer=CHECKPOINTED | {"offload": "optimizer"}),
     # No room for copies of its weights: they are made for each use.
     "half": values("Qwen3-4B", trainer=HALF),
+    "half-checkpointed": values("Qwen3-4B", 4, trainer={"activation_checkpointing": 2}),
     "coupled-tokens": values("Qwen3-4B", 4, algorithm={"loss": "gspo"}),
     "mixture-lora": values("Qwen3-30B-A3B", 2, lora={"rank": 8}),
     "mixture-balanced": values("Qwen3-30B-A3B", 2, algorithm={"router_aux_loss": 0.001}),
