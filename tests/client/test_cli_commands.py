@@ -169,6 +169,28 @@ def test_a_quantized_checkpoint_is_a_fault(run: Run, job_yaml: str, tmp_path: Pa
     assert "dequantize" in err
 
 
+def test_experts_that_ranks_cannot_divide_are_a_fault(
+    run: Run, job_yaml: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(job_yaml)
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "qwen3_moe", "num_experts": 60}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    model = json.dumps({"path": str(tmp_path / "model")})
+    trainer = json.dumps({"gang": 8, "expert_parallel": 8})
+    given = [
+        "--set",
+        f"policies.solver.model={model}",
+        "--set",
+        f"policies.solver.trainer={trainer}",
+    ]
+    status, _, err = run("job", "validate", str(path), *given)
+    assert status == 2
+    assert "policies.solver.trainer.expert_parallel = 8: 8 of 8 ranks cannot divide the 60" in err
+    assert "Choose a divisor of both: 1, 2, 4; or `auto`" in err
+
+
 def test_a_hostile_chat_template_is_a_fault(run: Run, job_yaml: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(job_yaml)

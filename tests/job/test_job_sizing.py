@@ -17,7 +17,7 @@ from tests.support.architectures import ARCHITECTURES, MIXTURE
 from tests.support.training import make_spec
 from troupe.job import JobSpec
 from troupe.job.policy import ModelSpec
-from troupe.job.sizing import read_shape, setup_of, shape_of_config
+from troupe.job.sizing import SOLD, read_shape, setup_of, shape_of_config
 from troupe.scheduling.memory import TrainingSetup, rank_memory
 from troupe.twin.costs import model_config
 
@@ -243,3 +243,14 @@ def test_hosts_have_all_weights_where_the_step_fits_so(
     if shard == "auto":
         assert setup(memory=0).replicas == 1
         assert setup(mode="sync", colocate=True).replicas == 1
+
+
+def test_a_mixture_with_divided_experts_fits_where_it_does_not_with_gathered_ones() -> None:
+    """All weights of Qwen3-30B-A3B on eight devices of 80 GB (docs/training.md)."""
+    shape = shape_of_config(model_config("Qwen3-30B-A3B"))
+    assert shape is not None
+    gathered, divided = (
+        rank_memory(shape, TrainingSetup(ranks=8, expert_ranks=n)).total / (1 << 30) for n in (1, 8)
+    )
+    assert (round(gathered, 1), round(divided, 1)) == (82.5, 76.7)
+    assert divided < SOLD * 80 < gathered

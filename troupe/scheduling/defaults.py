@@ -86,6 +86,20 @@ def expert_ranks(wanted: int | Literal["auto"], gang: int, experts: int) -> int:
     return max(n for n in fits if gang % n == 0 and experts % n == 0)
 
 
+def division_problem(ranks: int, gang: int, experts: int) -> tuple[str, str]:
+    """Return why `ranks` of a gang cannot divide a layer's experts, and what to do; empty texts if
+    they can. `experts`: 0 for a dense model."""
+    if not experts:
+        return "the model has no experts", "Leave it at its default of 1."
+    if not experts % ranks and not gang % ranks:
+        return "", ""
+    fits = [n for n in range(1, gang + 1) if not gang % n and not experts % n]
+    return (
+        f"{ranks} of {gang} ranks cannot divide the {experts} experts of a layer evenly",
+        f"Choose a divisor of both: {', '.join(map(str, fits))}; or `auto`.",
+    )
+
+
 def floating_type(checkpoint: str) -> Literal["float32", "bfloat16"]:
     """Return the type of weights that are published for a checkpoint whose own type is
     `checkpoint`.

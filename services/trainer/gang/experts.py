@@ -39,7 +39,7 @@ from services.trainer.gang.group import GangGroup, PassCollectives
 from troupe.job import PolicySpec
 from troupe.mixtures import shape_in
 from troupe.rpc import FailedPrecondition
-from troupe.scheduling.defaults import expert_ranks
+from troupe.scheduling.defaults import division_problem, expert_ranks
 
 _DIVISION: Final = "_troupe_division"
 _COUNTS: Final = "_troupe_counts"
@@ -71,15 +71,10 @@ def check_divisible(policy: str, spec: PolicySpec, model: Any, gang: int) -> int
     experts = 0 if routing is None else routing.experts
     found = stacked_experts(model)
     ranks = expert_ranks(wanted, gang, experts)
-    problem, remedy = "", "Leave it at its default of 1."
-    if not experts:
-        problem = "the model has no experts"
-    elif not found or any(part.num_experts != experts for part in found):
+    problem, remedy = division_problem(ranks, gang, experts)
+    if experts and (not found or any(part.num_experts != experts for part in found)):
         problem = f"{type(model).__name__} does not compute its experts as one stacked module"
-    elif experts % ranks or gang % ranks:
-        fits = [n for n in range(1, gang + 1) if not gang % n and not experts % n]
-        problem = f"{ranks} of {gang} ranks cannot divide the {experts} experts of a layer evenly"
-        remedy = f"Choose a divisor of both: {', '.join(map(str, fits))}."
+        remedy = "Leave it at its default of 1."
     if not problem:
         return ranks
     if wanted == "auto":
@@ -160,7 +155,7 @@ class ExpertDivision:
         """
         local, chosen = experts.num_experts, indices.reshape(-1)
         if torch._C._current_graph_task_id() != -1:
-            counts = experts.__dict__[_COUNTS]
+            counts, sizes = experts.__dict__[_COUNTS]
         else:
             # Sent and received rows, by rank and expert.
             counts = chosen.new_zeros(2, self.ranks, local)
@@ -170,9 +165,10 @@ class ExpertDivision:
                 counts,
                 kept=True,
             )
-            experts.__dict__[_COUNTS] = counts
-        # The one wait for the device in a layer: sizes of an exchange are known on the host.
-        sent, received = counts.sum(-1).tolist()
+            # The one wait for the device in a layer: an exchange needs its sizes on the host.
+            sizes = counts.sum(-1).tolist()
+            experts.__dict__[_COUNTS] = counts, sizes
+        sent, received = sizes
         order = torch.argsort(chosen, stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)

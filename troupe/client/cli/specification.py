@@ -45,6 +45,7 @@ from troupe.job.sizing import (
 )
 from troupe.outcomes import shown
 from troupe.rpc.errors import InvalidArgument, TroupeError
+from troupe.scheduling.defaults import division_problem
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
 from troupe.workflow import ChatTokenizer, Role, Sampling
 from troupe.workflow.asking import ask, question_of
@@ -113,6 +114,7 @@ def validate(
     machine = given or here
     warnings = [] if given else check_servers(spec, here)
     _refuse_quantized(spec)
+    _refuse_undivided(spec)
     _refuse_templates(spec)
     code = "--imports checks that its code can be imported"
     data: list[str] = []
@@ -147,6 +149,25 @@ def _refuse_quantized(spec: JobSpec) -> None:
                 f"its weights are quantized ({method})",
             )
             problems.append(FieldProblem(field, value, message, QUANTIZED_REMEDY))
+    if problems:
+        raise JobSpecError(problems)
+
+
+def _refuse_undivided(spec: JobSpec) -> None:
+    """Raise JobSpecError for policies whose model is on this machine, and has experts that the
+    ranks of `trainer.expert_parallel` cannot divide."""
+    problems = []
+    for name, policy in spec.policies.items():
+        ranks = policy.trainer.expert_parallel
+        if ranks == "auto" or ranks == 1 or policy.model is None or policy.simulated is not None:
+            continue
+        shape = read_shape(policy.model)
+        if shape is None:
+            continue
+        message, remedy = division_problem(ranks, policy.trainer.gang, shape.experts)
+        if message:
+            field = f"policies.{name}.trainer.expert_parallel"
+            problems.append(FieldProblem(field, str(ranks), message, remedy))
     if problems:
         raise JobSpecError(problems)
 
