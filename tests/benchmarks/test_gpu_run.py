@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -271,6 +272,16 @@ def test_packages_to_carry_are_those_that_the_services_need_in_versions_of_the_p
         if name in carried and not one.specifier.contains(carried[name])
     }
     assert not wrong
+
+
+def test_line_that_the_recipe_deletes_for_an_older_torch_is_the_call_of_its_kernel() -> None:
+    recipe = (ROOT / "docs/benchmarks/gpu.md").read_text()
+    (found,) = re.findall(r"sed -i '/(.*)/d' (\S+)", recipe)
+    pattern, name = found
+    lines = (ROOT / name).read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines) if pattern in line]
+    call = next(line for line in reversed(lines[:number]) if line.endswith("("))
+    assert call.strip() == "output = varlen_attn("
 
 
 def test_ways_that_the_machine_cannot_try_are_skipped(
