@@ -208,8 +208,9 @@ def test_a_proof_travels_with_its_version() -> None:
 
 def test_a_proof_is_cut_to_a_servers_context() -> None:
     proof = Proof((1, 2, 3, 4), (-1.0, -2.0, -3.0), 0.1)
-    assert proof.within(4) == Proof((1, 2, 3), (-1.0, -2.0), 0.1)
-    assert proof.within(5) == proof.within(4096) == proof
+    # A server takes prompts that are some tokens shorter than its context: SGLang 6.
+    assert proof.within(11) == Proof((1, 2, 3), (-1.0, -2.0), 0.1)
+    assert proof.within(12) == proof.within(4096) == proof
 
 
 def test_the_prompt_is_english_where_the_tokenizer_knows_it() -> None:

@@ -34,6 +34,9 @@ PASSAGE: Final = (
 )
 # Tokens of the prompt.
 _PROMPT_TOKENS: Final = 128
+# Tokens of a server's context that a prompt cannot have: SGLang 0.5.21 refuses prompts of more than
+# its context less 6.
+_RESERVED: Final = 8
 # The prompt is of the passage if its tokens are different ones: this many times fewer at least.
 _FEWEST_DIFFERENT: Final = 4
 # How much more a server may differ than a plain forward pass in its dtype does.
@@ -89,7 +92,7 @@ class Proof:
 
     def within(self, max_context: int) -> Proof:
         """Return the proof for a server whose prompts and replies have `max_context` tokens."""
-        fitting = max(max_context - 1, 2)
+        fitting = max(max_context - _RESERVED, 2)
         return replace(self, ids=self.ids[:fitting], logprobs=self.logprobs[: fitting - 1])
 
     def check(self, found: Sequence[float]) -> None:
