@@ -30,16 +30,19 @@ MOST_BYTES_OF_A_BINARY_FILE: Final = 100_000
 # The line budget of each package, with the package's tasks. A package that outgrows its budget
 # should be reviewed: code may be superfluous or belong elsewhere, or the budget is wrong.
 BUDGETS: Final = {
-    "services/trainer": (16_000, "learners of three kinds, gangs, crash-exact state, publication"),
+    "services/trainer": (
+        18_500,
+        "learners of three kinds, gangs over hosts, divided experts, crash-exact state",
+    ),
     "services/rollout": (15_000, "an embedded engine and servers, routing, trajectories"),
     "services/orchestrator": (14_000, "jobs, pipeline, placement, populations, their records"),
     "troupe/workflow": (11_000, "what users write: agents, environments, conversations, trials"),
     "services/reward": (9_500, "functions that scale from zero, sandboxes, quotas"),
     "troupe/client": (8_000, "SDK and command line"),
     "services/experience_store": (6_000, "samples, claims, commits, exactly once"),
-    "troupe/scheduling": (5_500, "decisions without side effects, memory model, planner"),
+    "troupe/scheduling": (6_000, "decisions without side effects, memory model, planner"),
     "troupe/transfer": (6_000, "states between processes and hosts, verified; servers' formats"),
-    "troupe/job": (5_000, "the specification of a job, with every check"),
+    "troupe/job": (5_500, "the specification of a job, with every check"),
     "troupe/twin": (5_000, "the simulator behind the planner"),
     "troupe": (4_000, "what several packages share"),
     "services/chassis": (3_500, "what every service is made of"),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from troupe.job.known_models import known_config
+from troupe.job.hub import known_config
 from troupe.job.policy import ModelSpec
 from troupe.job.spec import JobSpec
 from troupe.scheduling.defaults import (

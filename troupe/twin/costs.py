@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from troupe.job.known_models import model_config as model_config
+from troupe.job.hub import model_config as model_config
 from troupe.job.sizing import shape_of_config
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.memory import ModelShape

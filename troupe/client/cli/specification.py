@@ -164,7 +164,10 @@ def _refuse_undivided(spec: JobSpec) -> None:
         shape = read_shape(policy.model)
         if shape is None:
             continue
-        message, remedy = division_problem(ranks, policy.trainer.gang, shape.experts)
+        gang = policy.trainer.gang
+        # `auto` becomes a multiple.
+        size = gang if isinstance(gang, int) else ranks
+        message, remedy = division_problem(ranks, size, shape.experts)
         if message:
             field = f"policies.{name}.trainer.expert_parallel"
             problems.append(FieldProblem(field, str(ranks), message, remedy))
