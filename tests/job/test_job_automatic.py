@@ -145,6 +145,15 @@ def test_policies_that_share_workers_take_all_devices_of_one() -> None:
     assert numbers(one, apart)["a.trainer.gang"] == 4
 
 
+def test_a_gang_is_a_multiple_of_what_divides_passes_and_experts() -> None:
+    mixture = {"path": "Qwen3-30B-A3B"} | SERVED
+    for divided, gang in (({"expert_parallel": 8}, 8), ({"context_parallel": 3}, 9)):
+        found = numbers(job(big=mixture | {"trainer": divided}), trainers(11))
+        assert found["big.trainer.gang"] == gang
+    with pytest.raises(JobSpecError, match="2 devices divide the experts, but `gang` is 1"):
+        job(big={"trainer": {"expert_parallel": 2}})
+
+
 def test_every_rank_has_a_sample() -> None:
     spec = job({"pipeline.micro_batch_samples": 3}, a=dict(SERVED))
     decision = decide(spec, trainers(*[1] * 8), shapes_of(spec))

@@ -86,17 +86,22 @@ def expert_ranks(wanted: int | Literal["auto"], gang: int, experts: int) -> int:
     return max(n for n in fits if gang % n == 0 and experts % n == 0)
 
 
-def division_problem(ranks: int, gang: int, experts: int) -> tuple[str, str]:
+def division_problem(ranks: int, gang: int | None, experts: int) -> tuple[str, str]:
     """Return why `ranks` of a gang cannot divide a layer's experts, and what to do; empty texts if
-    they can. `experts`: 0 for a dense model."""
+    they can. `gang`: None while it is not decided (`auto`), which makes it a multiple of `ranks`;
+    `experts`: 0 for a dense model."""
     if not experts:
         return "the model has no experts", "Leave it at its default of 1."
-    if not experts % ranks and not gang % ranks:
+    size = gang or ranks
+    if not experts % ranks and not size % ranks:
         return "", ""
-    fits = [n for n in range(1, gang + 1) if not gang % n and not experts % n]
+    fits = [n for n in range(1, size + 1) if not experts % n and (gang is None or not gang % n)]
+    of = "" if gang is None else f" of {gang}"
     return (
-        f"{ranks} of {gang} ranks cannot divide the {experts} experts of a layer evenly",
-        f"Choose a divisor of both: {', '.join(map(str, fits))}; or `auto`.",
+        f"{ranks}{of} ranks cannot divide the {experts} experts of a layer evenly",
+        f"Choose a divisor of both: {', '.join(map(str, fits))}; or `auto`."
+        if gang
+        else f"Choose a divisor of the experts, such as {fits[-1]}; or `auto`.",
     )
 
 

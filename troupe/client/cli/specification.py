@@ -165,8 +165,7 @@ def _refuse_undivided(spec: JobSpec) -> None:
         if shape is None:
             continue
         gang = policy.trainer.gang
-        # `auto` becomes a multiple.
-        size = gang if isinstance(gang, int) else ranks
+        size = gang if isinstance(gang, int) else None
         message, remedy = division_problem(ranks, size, shape.experts)
         if message:
             field = f"policies.{name}.trainer.expert_parallel"
