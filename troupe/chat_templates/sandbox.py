@@ -104,6 +104,17 @@ def _rounded(value: Any, precision: Any = 0, method: Any = "") -> int:
     return 0
 
 
+def _comparisons(text: Any, *arguments: Any) -> int:
+    """Return the work of comparing each character of `text` with each of the arguments'."""
+    sizes = (len(one) for one in arguments if isinstance(one, str))
+    return len(str(text)) * sum(sizes) // _COMPARISONS_PER_UNIT
+
+
+def _check_integer(what: str, bits: int) -> None:
+    if bits > _INTEGER_BITS:
+        raise TemplateLimitError(f"{what} would make an integer of {bits} bits")
+
+
 def _number(value: Any) -> int:
     return abs(int(value)) if isinstance(value, int | float) else 0
 
@@ -122,6 +133,10 @@ _GROWTH: Final[Mapping[str, Callable[..., int]]] = {
     "slice": lambda value, slices=1, fill_with=None: _number(slices),
     "zfill": _padded,
 }
+# Methods and filters that may compare every character of a text with every one of their argument:
+# sets of characters, and searches from the end, for which Python has no linear algorithm.
+_MULTIPLYING: Final = _words("lstrip rfind rindex rpartition rsplit rstrip strip trim")
+_COMPARISONS_PER_UNIT: Final = 8
 # Filters that compare an item with about 20 others.
 _SORTING: Final = frozenset({"dictsort", "sort", "unique", "min", "max"})
 # Filters that look up dotted names in every item.
@@ -268,6 +283,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, Markup):
             sizes *= _ESCAPED
         growth = _GROWTH.get(name)
+        if name in _MULTIPLYING:
+            self.meter.charge(_comparisons(owner, *args, *kwargs.values()))
         if growth is None:
             self.meter.charge(MADE * sizes)
         elif name == "join":
@@ -285,8 +302,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 bits = left.bit_length() + right.bit_length()
             elif operator == "**" and right > 0:
                 bits = left.bit_length() * right
-            if bits > _INTEGER_BITS:
-                raise TemplateLimitError(f"`{operator}` would make an integer of {bits} bits")
+            _check_integer(f"`{operator}`", bits)
         elif operator == "+" and isinstance(left, str | list | tuple):
             if isinstance(right, str | list | tuple):
                 escaped = _ESCAPED if isinstance(left, Markup) or isinstance(right, Markup) else 1
@@ -352,6 +368,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                     meter.charge(times * size)
                 if name in _SORTING:
                     meter.charge(20 * size)
+                if name in _MULTIPLYING:
+                    meter.charge(_comparisons(*values))
             if named:
                 for one in (*args[skip + 1 :], *kwargs.values()):
                     if isinstance(one, str) and one.count(".") >= _NAME_PARTS:
@@ -359,6 +377,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             result = function(*args, **kwargs)
             if type(result) is list:
                 meter.charge(LISTED * len(result))
+            elif type(result) is int:
+                _check_integer(f"the filter `{name}`", result.bit_length())
             return meter.each(result) if isinstance(result, Iterator) else result
 
         return bounded
