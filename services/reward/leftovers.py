@@ -1,10 +1,10 @@
 """Restoring of a worker process after each call, or the reason why it cannot serve another one.
 
 `sandbox: process` runs calls of several functions in one process, and changes by one call must not
-reach the next. The environment, the working directory, the umask, signal handlers, timers and the
-recursion limit are cheap to restore. After any other change (a closed descriptor, a replaced
-function of a module, a thread or process that continues) the process must be replaced. Effects of
-imports stay.
+reach the next. The environment, the working directory, the umask, signal handlers, timers, the
+import path, the filters of warnings and the interpreter's settings are cheap to restore. After any
+other change (a closed descriptor, a replaced function of a module, a thread or process that
+continues) the process must be replaced. Effects of imports stay.
 
 Standard library only. worker.py loads it before any user's code, and like that file it refers to
 functions of modules by names of its own and has builtins of its own.
@@ -12,26 +12,35 @@ functions of modules by names of its own and has builtins of its own.
 
 from __future__ import annotations
 
+import _locale
 import _signal  # type: ignore[import-not-found]
+import _socket
 import builtins
 import ctypes
+import gc
+import logging
 import resource
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from os import (
     P_ALL,
+    PRIO_PROCESS,
     WEXITED,
     WNOHANG,
     WNOWAIT,
     chdir,
     environ,
     environb,
+    get_blocking,
     getcwd,
+    getpriority,
     kill,
     listdir,
+    set_blocking,
     umask,
     waitid,
     waitpid,
@@ -46,11 +55,12 @@ from signal import (
     SIGKILL,
     Signals,
     pthread_sigmask,
+    set_wakeup_fd,
     setitimer,
     signal,
 )
-from sys import _current_frames, getrecursionlimit, setrecursionlimit
-from time import monotonic, sleep
+from sys import _current_frames
+from time import monotonic, sleep, tzset
 from types import FrameType, ModuleType
 from typing import Any, Final
 
@@ -70,13 +80,62 @@ _LIMITS: Final = tuple(
     sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 )
 _TIMERS: Final = (ITIMER_REAL, ITIMER_VIRTUAL, ITIMER_PROF)
-# Modules whose functions and classes no call may replace: those that nearly all code depends on.
-_MODULES: Final = (
-    *("builtins", "os", "os.path", "io", "time", "threading", "struct"),
-    *("json", "json.decoder", "json.encoder", "math", "random", "re", "subprocess"),
+_on, _off, _thresholds = gc.enable, gc.disable, gc.set_threshold
+_locale_of, _ALL_OF_LOCALE, _log_manager = _locale.setlocale, _locale.LC_ALL, logging.root.manager
+
+
+def _enable_collector(enabled: bool) -> None:
+    (_on if enabled else _off)()
+
+
+def _set_thresholds(given: tuple[int, int, int]) -> None:
+    _thresholds(*given)
+
+
+def _get_locale() -> str:
+    return _locale_of(_ALL_OF_LOCALE, None)
+
+
+def _set_locale(given: str) -> None:
+    _locale_of(_ALL_OF_LOCALE, given)
+
+
+def _get_silenced() -> int:
+    return _log_manager.disable
+
+
+def _set_silenced(level: int) -> None:
+    _log_manager.disable = level
+
+
+# Settings of the whole process: what reads one, and what sets it again.
+_SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...]] = (
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (sys.gettrace, sys.settrace),
+    (sys.getprofile, sys.setprofile),
+    (threading.gettrace, threading.settrace),
+    (threading.getprofile, threading.setprofile),
+    (sys.getswitchinterval, sys.setswitchinterval),
+    (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+    (gc.isenabled, _enable_collector),
+    (gc.get_threshold, _set_thresholds),
+    (_socket.getdefaulttimeout, _socket.setdefaulttimeout),
+    (_get_locale, _set_locale),
+    (_get_silenced, _set_silenced),
 )
-# Their classes that are written in Python have attributes that can be replaced, too.
-_OPEN_CLASSES: Final = ("json", "json.decoder", "json.encoder")
+# Modules whose functions and classes no call may replace: those that nearly all code depends on,
+# and those that run a coroutine of any function.
+_MODULES: Final = (
+    *("builtins", "os", "os.path", "io", "sys", "time", "threading", "struct", "warnings"),
+    *("json", "json.decoder", "json.encoder", "math", "random", "re", "subprocess", "importlib"),
+    *("collections", "collections.abc", "functools", "itertools", "operator"),
+    *("asyncio", "asyncio.events", "asyncio.runners"),
+)
+# Objects of modules whose attributes are functions that can be replaced.
+_OPEN_OBJECTS: Final = (("json", "_default_encoder"), ("json", "_default_decoder"))
+# Names that the classes of these modules give as their module.
+_HOMES: Final = frozenset({*_MODULES, "posixpath", "_weakrefset", "_collections_abc"})
+_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes can be set
 
 
 class HeldModule:
@@ -132,12 +191,19 @@ class StateKeeper:
             for name in _MODULES
             if (module := sys.modules.get(name)) is not None  # an import may have removed it
         }
-        self._classes = [
-            (one, dict(vars(one)))
-            for name in _OPEN_CLASSES
-            if name in self._modules
+        # Classes that are written in Python have attributes that can be replaced, too.
+        classes = {
+            one
+            for name in self._modules
             for one in vars(sys.modules[name]).values()
-            if isinstance(one, type) and one.__module__ == name
+            if isinstance(one, type) and one.__flags__ & _HEAP_TYPE
+            if one.__module__ in _HOMES
+        }
+        self._classes = [(one, dict(vars(one))) for one in classes]
+        self._objects = [
+            (f"{module}.{name}", one, dict(vars(one)))
+            for module, name in _OPEN_OBJECTS
+            if (one := getattr(sys.modules.get(module), name, None)) is not None
         ]
         self._environment = dict(_VARIABLES)
         self._folder = getcwd()
@@ -145,7 +211,14 @@ class StateKeeper:
         umask(self._umask)
         self._handlers = [*map(_handler_of, _SIGNALS)]
         self._mask = pthread_sigmask(SIG_BLOCK, ())
-        self._recursion = getrecursionlimit()
+        self._settings = [get() for get, _ in _SETTINGS]
+        self._blocking = [*map(get_blocking, range(3))]
+        self._priority = getpriority(PRIO_PROCESS, 0)
+        self._formats = _formats(self._streams)
+        self._path, self._entries = sys.path, [*sys.path]
+        self._filters: list[Any] = vars(warnings)["filters"]
+        self._warnings = [*self._filters]
+        self._loop_policy = vars(_events())["_event_loop_policy"]
         self._limits = [*map(getrlimit, _LIMITS)]
         self._take_running()
 
@@ -174,6 +247,8 @@ class StateKeeper:
             return "sys.stdin, sys.stdout or sys.stderr was replaced"
         if any(stream is not None and stream.closed for stream in streams):
             return "sys.stdin, sys.stdout or sys.stderr was closed"
+        if _formats(streams) != self._formats:
+            return "the encoding or buffering of sys.stdin, sys.stdout or sys.stderr was changed"
         if sys.modules["os"].environ is not environ:
             return "os.environ was replaced"
         for name, held in self._modules.items():
@@ -182,10 +257,15 @@ class StateKeeper:
             if replaced := held.replaced():
                 return f"{name}.{replaced} was replaced"
         for one, attributes in self._classes:
-            if dict(vars(one)) != attributes:
+            if vars(one) != attributes:
                 return f"an attribute of {one.__module__}.{one.__qualname__} was replaced"
+        for where, owner, attributes in self._objects:
+            if vars(owner) != attributes:
+                return f"an attribute of {where} was replaced"
         if [*map(getrlimit, _LIMITS)] != self._limits:
             return "resource limits were changed"
+        if getpriority(PRIO_PROCESS, 0) != self._priority:
+            return "the priority was changed"
         return ""
 
     def _restored(self) -> str:
@@ -200,8 +280,14 @@ class StateKeeper:
                         return f"the handler of {Signals(number).name} was replaced"
                     signal(number, handler)
         pthread_sigmask(SIG_SETMASK, self._mask)
-        setrecursionlimit(self._recursion)
+        set_wakeup_fd(-1)
+        for number, blocking in enumerate(self._blocking):
+            set_blocking(number, blocking)
         umask(self._umask)
+        for (get, set_to), given in zip(_SETTINGS, self._settings, strict=True):
+            if get() != given:
+                set_to(given)
+        self._restore_imports_and_warnings()
         here = ""
         with suppress(OSError):  # it was removed
             here = getcwd()
@@ -215,7 +301,24 @@ class StateKeeper:
                 if name not in self._environment:
                     del environb[name]
             environb.update(self._environment)
+            tzset()
         return ""
+
+    def _restore_imports_and_warnings(self) -> None:
+        """Restore the order in which modules are found, the filters of warnings and what makes
+        event loops. Folders that imports appended to the path stay, at its end."""
+        entries = self._entries
+        if sys.path is not self._path or self._path[: len(entries)] != entries:
+            added = [one for one in sys.path if one not in entries]
+            sys.path = self._path
+            self._path[:] = [*entries, *added]
+        if vars(warnings)["filters"] is not self._filters or self._filters != self._warnings:
+            self._filters[:] = self._warnings
+            vars(warnings)["filters"] = self._filters
+            warnings._filters_mutated()  # type: ignore[attr-defined]
+        events = _events()
+        if vars(events)["_event_loop_policy"] is not self._loop_policy:
+            vars(events)["_event_loop_policy"] = self._loop_policy
 
     def _take_running(self) -> None:
         self._children = children()
@@ -259,6 +362,20 @@ class StateKeeper:
                 return True
             frame = frame.f_back
         return False
+
+
+def _events() -> ModuleType:
+    return sys.modules["asyncio.events"]
+
+
+def _formats(streams: Sequence[Any]) -> list[Any]:
+    """Return how streams encode and buffer text, and attributes that were set on them."""
+    return [
+        None
+        if one is None
+        else (one.encoding, one.errors, one.line_buffering, one.write_through, {**vars(one)})
+        for one in streams
+    ]
 
 
 def children() -> set[int]:

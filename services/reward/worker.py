@@ -23,6 +23,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from importlib import import_module
 from inspect import isawaitable
 from os import _exit, environ, fstat, getpid, stat
@@ -234,8 +235,18 @@ def invoke(
     """Call a prepared function with JSON keyword arguments; async functions are awaited.
 
     `memory_mib` bounds the address space that the call may add to the process; 0: no bound.
-    `environment` is added to `os.environ`.
+    `environment` is added to `os.environ`. Context variables that the call sets (numpy's handling
+    of errors among them) end with it, and so does what it does to decimal's context.
     """
+    return copy_context().run(_invoke, entrypoint, arguments_json, memory_mib, environment)
+
+
+def _invoke(
+    entrypoint: str, arguments_json: str, memory_mib: int, environment: dict[str, str] | None
+) -> CallAnswer:
+    if (decimal := sys.modules.get("decimal")) is not None:
+        with suppress(Exception):  # a module of the user's
+            decimal.setcontext(decimal.getcontext().copy())
     environ.update(environment or {})
     try:
         arguments = json.loads(arguments_json) if arguments_json else {}

@@ -5,15 +5,22 @@ from __future__ import annotations
 import _thread
 import asyncio
 import builtins
+import collections
 import concurrent.futures
+import decimal
+import functools
+import gc
 import io
 import json
+import locale
+import logging
 import math
 import multiprocessing
 import os
 import random
 import resource
 import signal
+import socket
 import stat
 import struct
 import subprocess
@@ -21,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -47,6 +55,21 @@ def state() -> dict[str, Any]:
         "timer": signal.getitimer(signal.ITIMER_REAL),
         "limits": [list(resource.getrlimit(n)) for n in range(resource.RLIM_NLIMITS)],
         "recursion": sys.getrecursionlimit(),
+        "settings": [sys.getswitchinterval(), sys.get_int_max_str_digits(), gc.isenabled()],
+        "thresholds": gc.get_threshold(),
+        "traced": [str(get()) for get in (sys.gettrace, sys.getprofile, threading.gettrace)],
+        "timeout": socket.getdefaulttimeout(),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "logs": logging.root.manager.disable,
+        "path": list(sys.path),
+        "warnings": [str(one[:3]) for one in warnings.filters],
+        "zone": time.tzname,
+        "third": str(decimal.Decimal(1) / 3),
+        "blocking": [os.get_blocking(number) for number in range(3)],
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "encodings": [sys.stdout.encoding, sys.stderr.encoding],
+        "tools": [functools.reduce(max, [1, 2]), collections.Counter("aab").most_common(1)],
+        "awaited": asyncio.run(_awaited()),
         "threads": [t.name for t in threading.enumerate() if t.name.startswith("careless")],
         "json": [json.dumps([1, "a"]), json.loads("[1]"), json.JSONEncoder().encode({"a": None})],
         "calls": [math.sqrt(4), random.random() < 1, len("ab"), struct.calcsize(">I")],
@@ -55,12 +78,37 @@ def state() -> dict[str, Any]:
     }
 
 
+async def _awaited() -> float:
+    await asyncio.sleep(0)
+    return 0.25
+
+
+async def scores_later() -> float:
+    """A function that its worker awaits."""
+    return await _awaited()
+
+
 def its_pid() -> int:
     return os.getpid()
 
 
 def _lie(*_: Any, **__: Any) -> Any:
     return "77.0"
+
+
+def _run_and_lie(coroutine: Any, **_: Any) -> float:
+    coroutine.close()
+    return 77.0
+
+
+class _Policy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        raise RuntimeError("no event loop")
+
+
+def _move_to_tokyo() -> None:
+    os.environ["TZ"] = "Asia/Tokyo"
+    time.tzset()
 
 
 def _lower_a_limit() -> None:
@@ -138,6 +186,25 @@ MENDED: Final[dict[str, Callable[[], Any]]] = {
     "blocked_signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
     "alarm": lambda: signal.setitimer(signal.ITIMER_REAL, 600, 600),
     "recursion": lambda: sys.setrecursionlimit(5000),
+    "trace": lambda: sys.settrace(lambda *_: None),
+    "trace_of_threads": lambda: threading.settrace(lambda *_: None),
+    "profile": lambda: sys.setprofile(lambda *_: None),
+    "switch_interval": lambda: sys.setswitchinterval(10),
+    "digits": lambda: sys.set_int_max_str_digits(640),
+    "garbage": gc.disable,
+    "garbage_often": lambda: gc.set_threshold(1, 1, 1),
+    "socket_timeout": lambda: socket.setdefaulttimeout(0.001),
+    "locale": lambda: locale.setlocale(locale.LC_ALL, "C"),
+    "logs": lambda: logging.disable(logging.CRITICAL),
+    "path": lambda: sys.path.insert(0, "/nowhere"),
+    "path_gone": lambda: setattr(sys, "path", []),
+    "warnings": lambda: warnings.simplefilter("error"),
+    "warnings_gone": lambda: setattr(warnings, "filters", []),
+    "loop_policy": lambda: asyncio.set_event_loop_policy(_Policy()),
+    "time_zone": _move_to_tokyo,
+    "precision": lambda: setattr(decimal.getcontext(), "prec", 2),
+    "decimal_context": lambda: decimal.setcontext(decimal.Context(prec=2)),
+    "not_blocking": lambda: os.set_blocking(2, False),
 }
 # Nothing is left: neither.
 HARMLESS: Final[dict[str, Callable[[], Any]]] = {
@@ -172,6 +239,20 @@ BROKEN: Final[dict[str, Callable[[], Any]]] = {
     "math.sqrt": lambda: setattr(math, "sqrt", _lie),
     "struct.pack": lambda: setattr(struct, "calcsize", _lie),
     "time": lambda: setattr(time, "time", _lie),
+    "json.default": lambda: setattr(vars(json)["_default_encoder"], "encode", _lie),
+    "asyncio.run": lambda: setattr(asyncio, "run", _run_and_lie),
+    "asyncio.Runner": lambda: setattr(asyncio.runners, "Runner", _lie),
+    "asyncio.Runner.run": lambda: setattr(asyncio.Runner, "run", _lie),
+    "functools.reduce": lambda: setattr(functools, "reduce", _lie),
+    "Counter": lambda: setattr(collections.Counter, "most_common", _lie),
+    "Popen.wait": lambda: setattr(subprocess.Popen, "wait", _lie),
+    "Thread.start": lambda: setattr(threading.Thread, "start", _lie),
+    "os.environ": lambda: setattr(type(os.environ), "__getitem__", _lie),
+    "sys.exit": lambda: setattr(sys, "exit", _lie),
+    "excepthook": lambda: setattr(sys, "excepthook", _lie),
+    "encoding": lambda: vars(sys)["stdout"].reconfigure(encoding="ascii"),
+    "print_replaced": lambda: setattr(sys.stdout, "write", _lie),
+    "priority": lambda: os.nice(5),
     "module": lambda: sys.modules.__setitem__("json", os),
     "module_gone": lambda: sys.modules.pop("os"),
     "limit": _lower_a_limit,

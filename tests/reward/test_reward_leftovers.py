@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def client() -> AsyncIterator[Client]:
     """A service with one worker at a time."""
     async with client_of(reward_workers=1, reward_cores=1) as client:
-        for name in ("state", "its_pid", "breaks", "keeps"):
+        for name in ("state", "its_pid", "breaks", "keeps", "scores_later"):
             await client.register(name, entrypoint=f"careless_functions:{name}")
         for name, seconds in (("leaves", 60), ("leaves_late", 4)):
             entrypoint = "careless_functions:leaves"
@@ -50,6 +50,7 @@ async def test_the_next_call_finds_its_process_as_it_was(client: Client, what: s
     assert await call(client, "breaks", what=what) == 0.5
     same = await call(client, "its_pid") == worker
     assert same == (what not in BROKEN)
+    assert await call(client, "scores_later") == 0.25
     assert await call(client, "state") == before
 
 
