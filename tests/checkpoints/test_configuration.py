@@ -78,6 +78,37 @@ def test_an_end_token_outside_the_vocabulary_is_refused(
     assert "generation_config.json" in (caught.value.remedy or "")
 
 
+@pytest.mark.parametrize("name", ["num_labels", "num_hidden_layers"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_count_that_transformers_would_list_is_refused_before_it_does(
+    model: Path, tmp_path: Path, name: str, inside: bool
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["layer_types"]
+    (config.setdefault("text_config", {}) if inside else config)[name] = 10**12
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = {"config": config, "tokenizer": str(model)}
+    for source in (ModelSpec(path=str(folder)), ModelSpec.model_validate(tokenizer)):
+        with pytest.raises(InvalidArgument, match=rf"{name} = 10+ is more than 100,000"):
+            load_language(source, "policies.solver.model")
+        with pytest.raises(InvalidArgument, match=rf"{name} = 10+ is more than 100,000"):
+            load_model("solver", PolicySpec(model=source), 0)
+
+
+@pytest.mark.parametrize("text", ["[]", "[1]", "5", '"x"', "null"])
+def test_generation_settings_that_are_no_object_are_refused(
+    model: Path, tmp_path: Path, text: str
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(model, folder)
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(InvalidArgument, match="generation_config") as caught:
+        load_language(ModelSpec(path=str(folder)), "model")
+    assert "generation_config.json" in (caught.value.remedy or "")
+
+
 @pytest.mark.parametrize(
     "usual",
     [

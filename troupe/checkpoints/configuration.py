@@ -50,6 +50,11 @@ _FRACTIONS: Final = frozenset(
 _NEEDED: Final = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # Infinite in the configurations of Mamba 2 and its relatives.
 _LIMITS: Final = "time_step_limit"
+# Counts of what transformers lists one by one while it reads a configuration.
+_LISTED: Final = frozenset(
+    {"num_labels", "num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers"}
+)
+_MAX_LISTED: Final = 100_000
 _MAX_COUNT: Final = 2**31 - 1
 _MAX_NUMBER: Final = 1e18
 _REMEDY: Final = (
@@ -100,6 +105,26 @@ def check_configuration(config: Any) -> None:
             raise BadConfiguration(path, value, "is not a token id")
         if name in _FRACTIONS and not (_is_number(value) and 0 <= value <= 1):
             raise BadConfiguration(path, value, "is not within 0 .. 1")
+
+
+def check_listed_counts(
+    config: Mapping[str, Any] | None, path: str | None, revision: str | None
+) -> None:
+    """Check, before transformers reads a configuration, the counts that it turns into lists: with
+    `num_labels: 10**12` it would fill the memory. Given by `config` or, if None, by `path`.
+
+    Raises `BadConfiguration`. A file that cannot be read is left to transformers' own errors.
+    """
+    if config is None:
+        from transformers import PretrainedConfig
+
+        try:
+            config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+        except Exception:  # OSError, ValueError, TypeError, RecursionError, errors of the hub
+            return
+    for where, name, value in _fields(config):
+        if name in _LISTED and isinstance(value, int | float) and not value <= _MAX_LISTED:
+            raise BadConfiguration(where, value, f"is more than {_MAX_LISTED:,}")
 
 
 def token_ids(field: str, value: Any, vocabulary: int | None) -> tuple[int, ...]:

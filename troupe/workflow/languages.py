@@ -15,6 +15,7 @@ from typing import Any
 from troupe.checkpoints.configuration import (
     BadConfiguration,
     check_configuration,
+    check_listed_counts,
     token_ids,
 )
 from troupe.contracts.payloads import PayloadKinds
@@ -58,6 +59,11 @@ def load_language(model: ModelSpec, field: str) -> Language:
     """
     with IMPORTING:
         importlib.import_module("transformers")
+    path = None if model.path is None else _local(model.path, f"{field}.path")
+    try:
+        check_listed_counts(model.config, path, model.revision)
+    except BadConfiguration as error:
+        raise error.of_job(field, model.path) from error
     tokenizer = _load_tokenizer(model, field)
     config = _load_config(model, field)
     try:
@@ -262,7 +268,8 @@ def end_ids(config: Any, path: str | None, revision: str | None) -> frozenset[in
     """Return the end-of-sequence ids of a model, from its configuration and its generation
     settings.
 
-    Raises `BadConfiguration` for an id outside the model's vocabulary.
+    Raises `BadConfiguration` for an id outside the model's vocabulary, and for generation settings
+    that are no object.
     """
     from transformers import GenerationConfig
 
@@ -278,6 +285,10 @@ def end_ids(config: Any, path: str | None, revision: str | None) -> frozenset[in
             generation = GenerationConfig.from_pretrained(_local(path, ""), revision=revision)
         except (OSError, ValueError):
             return frozenset(ids)  # many models have none
+        except TypeError as error:  # transformers expects an object
+            raise BadConfiguration(
+                "generation_config", first_line(error), "is no JSON object"
+            ) from error
         name = "generation_config.eos_token_id"
         ids.update(token_ids(name, generation.eos_token_id, size))
     return frozenset(ids)

@@ -251,7 +251,7 @@ def _compare(lora: LoraSpec, folder: Path, adapter: Adapter, field: str) -> None
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         found = (config["peft_type"], int(config["r"]), float(config["lora_alpha"]))
         kind, rank, alpha = found
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # r: Infinity
         missing = "there is no adapter_config.json that can be read"
         remedy = "Give a directory that PEFT's save_pretrained or `troupe export --adapter` wrote."
         raise _unusable(missing, path, folder, remedy) from error

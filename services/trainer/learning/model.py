@@ -15,6 +15,7 @@ from troupe.checkpoints.adapters import linear_layers
 from troupe.checkpoints.configuration import (
     BadConfiguration,
     check_configuration,
+    check_listed_counts,
 )
 from troupe.checkpoints.format import ModelArrangement, cast
 from troupe.checkpoints.reading import StoredTensors, checkpoint_folder
@@ -133,6 +134,10 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
     from transformers import AutoConfig
 
     source = spec.language_model
+    try:
+        check_listed_counts(source.config, source.path, source.revision)
+    except BadConfiguration as error:
+        raise error.of_job(f"policies.{policy}.model", source.path) from error
     if source.config is not None:
         config = _config_of(policy, source.config)
     else:

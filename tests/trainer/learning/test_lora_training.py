@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ async def test_a_frozen_policy_is_served_with_the_adapter_that_it_is_given(
         ({"alpha": 9}, "", "alpha", "has alpha 8"),
         ({"target_modules": ["q_proj"]}, "", "path", "made for another model"),
         ({}, "nothing", "path", "no adapter_config.json"),
+        ({}, "endless", "path", "no adapter_config.json that can be read"),
         ({}, "dora", "path", "not plain LoRA"),
         ({}, "base", "path", "trained on a base with checksum"),
         ({}, "damaged", "path", "cannot be read"),
@@ -156,6 +158,8 @@ async def test_adapters_that_do_not_belong_here(
     config = folder / "adapter_config.json"
     if prepare == "nothing":
         folder = tmp_path
+    elif prepare == "endless":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "r": math.inf}))
     elif prepare == "dora":
         config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
     elif prepare == "base":
