@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from services.trainer.gang.experts import ExpertDivision, stacked_experts
+from services.trainer.gang.gathering import whole
 from services.trainer.gang.group import GangGroup, PassCollectives
 from services.trainer.gang.loading import MetaTensors, fill_from, finish, shard
-from services.trainer.gang.sharded_state import whole
 from tests.support.architectures import ARCHITECTURES, make
 
 # Without a recurrent layer, whose parts FSDP gathers by themselves.

@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from services.trainer.gang.gathering import whole
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import RankLearner
-from services.trainer.gang.sharded_state import read_whole, whole
+from services.trainer.gang.sharded_state import read_whole
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.samples import Row
