@@ -11,6 +11,7 @@ import pytest
 from services.rollout.engines.errors import (
     BadTurn,
     EngineStartFailed,
+    Refused,
     ReplyBroken,
     ServerGone,
     UpdateFailed,
@@ -330,3 +331,30 @@ async def test_a_load_report_reaches_the_engines_load(fake: FakeSglang, transfer
     await asyncio.gather(*tasks)
     await client.close()
     await engine.stop()
+
+
+async def test_a_request_after_a_fault_of_the_server_gets_a_connection_of_its_own() -> None:
+    """uvicorn closes a connection soon after it has answered an exception of its program over it: a
+    request that is sent over it then is lost."""
+    first = True
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal first
+        faulty, first = first, False
+        await reader.readuntil(b"{}")
+        status = b"500 Internal Server Error" if faulty else b"200 OK"
+        writer.write(b"HTTP/1.1 %s\r\ncontent-length: 2\r\n\r\n{}" % status)
+        await writer.drain()
+        if faulty:
+            await reader.read(1)  # the next request is on its way
+        writer.transport.abort()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as listening:
+        port = listening.sockets[0].getsockname()[1]
+        server = SglangServer(f"http://127.0.0.1:{port}")
+        try:
+            with pytest.raises(Refused):
+                await server.flush_cache()
+            await asyncio.wait_for(server.flush_cache(), PATIENCE)
+        finally:
+            await server.close()

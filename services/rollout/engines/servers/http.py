@@ -35,14 +35,14 @@ class HttpServer(InferenceServer):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._http: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
         self._closed = False
 
     async def close(self) -> None:
         """Drop all connections."""
         self._closed = True
-        if self._http is not None:
-            await self._http.close()
+        for session in self._sessions.values():
+            await session.close()
 
     async def _json(self, method: str, path: str, body: Json | None = None, **kwargs: Any) -> Json:
         """The JSON object that a request is answered with; a list is returned under `loads`."""
@@ -65,11 +65,17 @@ class HttpServer(InferenceServer):
         *,
         params: Mapping[str, str] | None = None,
         seconds: float | None = CONTROL_SECONDS,
+        reuse: bool = False,
     ) -> bytes:
-        """The content of a request's answer."""
+        """The content of a request's answer. `reuse`: over a connection of earlier such requests,
+        for turns, which are repeated if it breaks.
+
+        All others get a connection of their own: servers close the one over which they have
+        answered with a fault of theirs, and the next request would be lost, which ends an update.
+        """
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            async with self._session().request(
+            async with self._session(reuse).request(
                 method,
                 self.url + path,
                 data=data,
@@ -86,19 +92,20 @@ class HttpServer(InferenceServer):
             return content
         raise Refused(path, response.status, _message(content))
 
-    def _session(self) -> aiohttp.ClientSession:
+    def _session(self, reuse: bool) -> aiohttp.ClientSession:
         """The connections. They belong to the event loop of the first call."""
         if self._closed:
             raise RuntimeError("the client is closed")
-        if self._http is None:
-            self._http = aiohttp.ClientSession(
+        if reuse not in self._sessions:
+            keep = {"keepalive_timeout": _IDLE_SECONDS} if reuse else {"force_close": True}
+            self._sessions[reuse] = aiohttp.ClientSession(
                 # The engine limits turns in flight; a second limit would only hide the queue.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+                connector=aiohttp.TCPConnector(limit=0, **keep),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 # No proxy of the environment: engines are on this network.
                 trust_env=False,
             )
-        return self._http
+        return self._sessions[reuse]
 
 
 def _message(content: bytes) -> str:

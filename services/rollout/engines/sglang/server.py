@@ -313,7 +313,7 @@ class SglangServer(HttpServer):
             body["lora_path"] = adapter
         if cache_key is not None:
             body["extra_key"] = cache_key
-        reply = await self._json("POST", "/generate", body, seconds=None)
+        reply = await self._json("POST", "/generate", body, seconds=None, reuse=True)
         meta = reply.get("meta_info")
         if not isinstance(meta, dict) or "finish_reason" not in meta:
             raise BrokenReply(f"/generate of {self.url} answered without meta_info")
