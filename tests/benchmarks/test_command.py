@@ -72,6 +72,7 @@ def test_every_benchmark_ends_by_it() -> None:
             "papers/sampling/samplefactory",
             "trainer/ours",
             "trainer/theirs",
+            "transfer/group_member",
             "papers/twin/pictures",
         )
     }

@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from services.chassis.settings import ServiceSettings
+from services.chassis.telemetry import Telemetry
+from services.chassis.transfer import HostTransfer
+from services.trainer.gang.gang import Frame
 from services.trainer.gang.gathering import whole
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import RankLearner
@@ -29,10 +32,11 @@ from services.trainer.gang.sharded_state import read_whole
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.samples import Row
+from services.trainer.state.parts import StoredParts
 from tests.trainer.batches import Shape, random_rows
 from troupe.checkpoints.adapters import Tensors
 from troupe.job import JobSpec
-from troupe.transfer.checksum import bytes_checksum, dtype_name
+from troupe.transfer.checksum import bytes_checksum
 
 CPU = torch.device("cpu")
 PLAIN = {"forward_tokens": 64, "share_prefixes": False}
@@ -113,7 +117,9 @@ def alone(spec: JobSpec) -> Learner:
     return Learner(model.double(), spec, "solver", **PLAIN)
 
 
-def run(spec: JobSpec, group: GangGroup, directory: Path, *, replicas: int) -> dict[str, Any]:
+def run(
+    spec: JobSpec, group: GangGroup, directory: Path, transfer: HostTransfer, *, replicas: int
+) -> dict[str, Any]:
     """Train in steps of one and of three micro-batches; save, suspend within a step and resume."""
     one, first = alone(spec), group.rank == 0
     options: dict[str, Any] = {"double": True, "replicas": replicas, **PLAIN}
@@ -153,12 +159,9 @@ def run(spec: JobSpec, group: GangGroup, directory: Path, *, replicas: int) -> d
     before, after = rows_of(spec, 30), rows_of(spec, 31)
     for each in (one, learner):
         each.accumulate(before)
-    path = directory.with_suffix(".suspended")
-    values = learner.suspend(path if first else None)
-    dist.barrier(group.control)
-    tensors = load_file(path)
-    known = {n: (dtype_name(t.dtype), list(t.shape)) for n, t in tensors.items()}
-    other.resume(known, values, path if first else None)
+    mine, values = learner.suspend(transfer, f"job/{replicas}/state")
+    told = group.broadcast(Frame({"values": values}, mine.encode()) if first else None)
+    other.resume(transfer, StoredParts.decode(told.body), told.header["values"])
     one.accumulate(after)
     assert one.apply(2).applied
     expected = dict(one.weights() | one.moments())
@@ -182,8 +185,9 @@ def main() -> None:
     assert control is not None
     directory = Path(sys.argv[2])
     group = GangGroup(mesh, control, lambda: False, directory)
+    transfer = HostTransfer(ServiceSettings(transfer_dir=directory / "transfer"), Telemetry())
     for replicas in (1, group.hosts):
-        found = run(spec, group, directory / str(replicas), replicas=replicas)
+        found = run(spec, group, directory / str(replicas), transfer, replicas=replicas)
         if group.rank == 0:
             print(json.dumps(found), flush=True)
     dist.destroy_process_group()
