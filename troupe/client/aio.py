@@ -135,7 +135,8 @@ class AsyncClient:
         )
 
     async def submit(self, spec: Spec, job_id: str | None = None) -> AsyncJobHandle:
-        """Submit a job: a path, YAML or JSON text, or a `JobSpec`; returns when it is durable.
+        """Submit a job: a path, YAML or JSON text, a `JobSpec`, or the fields of a job as a dict,
+        with functions and rows of this program (`troupe.train`); returns when it is durable.
 
         You may choose the `job_id`; the same specification under the same id is the same job.
         The files that its `code` names are sent along. Raises `troupe.job.JobSpecError` for an

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
+from troupe.client.program import ProgramJob
 from troupe.client.records import Function, Invocation, InvocationProgress, LogLine
 from troupe.contracts import kinds
 from troupe.functions.costs import to_spec
@@ -222,9 +223,13 @@ class AsyncFunctions:
         return [Function.of(status) for status in reply.functions]
 
 
-async def with_code(stub: RewardAsyncStub, job: JobSpec) -> JobSpec:
+async def with_code(stub: RewardAsyncStub, job: JobSpec | ProgramJob) -> JobSpec:
     """Send the files that the job's `code` names to the cluster, and return the job with their
     hash. A job without `code`, or with a hash, is returned as it is. Raises `InvalidArgument`."""
+    if isinstance(job, ProgramJob):
+        upload = reward_pb.UploadSourceRequest(request_id=new_id("upload"), files=job.files)
+        await stub.UploadSource(upload)
+        return job.spec
     code = job.code
     if code is None or code.sha256 is not None:
         return job

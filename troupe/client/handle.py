@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import xxhash
 
@@ -15,15 +15,13 @@ from troupe.checkpoints.verifying import verify
 from troupe.client.conversion import numbers_by_word
 from troupe.client.functions import with_code
 from troupe.client.population_records import Match, Population
+from troupe.client.program import ProgramJob, job_of_program
 from troupe.client.records import (
     Audit,
     Checkpoint,
     Event,
     Generation,
     Job,
-    JobCancelled,
-    JobFailed,
-    JobState,
     MetricsRow,
     Result,
     Sample,
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
 T = TypeVar("T")
-Spec = str | Path | JobSpec
+Spec = str | Path | Mapping[str, Any] | JobSpec | ProgramJob
 Messages = str | Sequence[Mapping[str, str]]
 
 # An orchestrator restarts within seconds; if it is unreachable for longer, it counts as gone.
@@ -123,11 +121,7 @@ class AsyncJobHandle:
 
         Raises `JobFailed` or `JobCancelled`, and `DeadlineExceeded` after `timeout` seconds.
         """
-        job = await self.wait(timeout)
-        if job.state == JobState.FAILED:
-            raise JobFailed(job)
-        if job.state == JobState.CANCELLED:
-            raise JobCancelled(job)
+        job = (await self.wait(timeout)).succeeded()
         return Result(job, tuple(await self.checkpoints()))
 
     async def pause(self) -> Job:
@@ -374,14 +368,17 @@ def _by_number(query_id: str) -> tuple[int, str]:
     return int(number), evaluation
 
 
-def read_spec(spec: Spec) -> JobSpec:
-    """Return the specification, validated here so that a mistake costs no round trip.
+def read_spec(spec: Spec) -> JobSpec | ProgramJob:
+    """Return the job, validated here so that a mistake costs no round trip.
 
     An empty string, or a string with a line break or a brace, is YAML or JSON text; any other
-    string is a path. Raises `troupe.job.JobSpecError`.
+    string is a path. A mapping may have functions and rows of this program (`job_of_program`).
+    Raises `troupe.job.JobSpecError`, and `InvalidArgument` for what cannot be sent.
     """
-    if isinstance(spec, JobSpec):
+    if isinstance(spec, JobSpec | ProgramJob):
         return spec
+    if isinstance(spec, Mapping):
+        return job_of_program(spec)
     if isinstance(spec, str) and (not spec.strip() or "\n" in spec or "{" in spec):
         return parse_job(spec)
     return load_job(spec)

@@ -111,6 +111,14 @@ class Job(Record, id_from="job_id"):
         found = {policy: self.metrics.get(f"{policy}/{SIGNAL_STEPS}") for policy in self.versions}
         return {policy: int(count) for policy, count in found.items() if count is not None}
 
+    def succeeded(self) -> Job:
+        """Return the job, which has ended. Raises `JobFailed` or `JobCancelled`."""
+        if self.state == JobState.FAILED:
+            raise JobFailed(self)
+        if self.state == JobState.CANCELLED:
+            raise JobCancelled(self)
+        return self
+
     @property
     def spec(self) -> dict[str, Any]:
         """The specification with its defaults filled in."""

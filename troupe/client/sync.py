@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -43,6 +43,19 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` and return its result or raise its exception. A KeyboardInterrupt in the
         caller cancels it."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call `function` on the loop's thread, soon."""
+        self._loop.call_soon_threadsafe(functools.partial(function, *args, **kwargs))
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` and return its future."""
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("a blocking call from the client's own event loop would never end")
@@ -53,12 +66,7 @@ class LoopThread:
                 kind="client_closed",
                 remedy="Open another client.",
             )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
         """Yield the items one by one; a caller that stops early closes `items`."""
@@ -222,7 +230,7 @@ class Client(Blocking[AsyncClient]):
     cluster = _call(AsyncClient.cluster)
 
     def submit(self, spec: Spec, job_id: str | None = None) -> JobHandle:
-        """Submit a job: a path, YAML or JSON text, or a `JobSpec`; returns when it is durable."""
+        """Submit a job, as `AsyncClient.submit` does."""
         return JobHandle(self._loop.run(self._native.submit(spec, job_id)), self._loop)
 
     def job(self, job_id: str) -> JobHandle:

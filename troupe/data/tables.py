@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from troupe.functions import shipped
 from troupe.job.data import READERS, RowsSpec, reader_of
 from troupe.job.section import no_directory
 from troupe.outcomes import described, shown
@@ -258,7 +259,7 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
             field=where,
             value=source,
             remedy="The path is on the host that reads it, relative to the directory in which "
-            "its service was started.",
+            "its service was started, or to the files that the job sends (`code`).",
         )
     if source != spec.dataset:
         check_files_apart(field, source, spec.dataset)
@@ -266,7 +267,8 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
         if reader:
             more = {"sep": "\t"} if ".tsv" in Path(source.lower()).suffixes else {}
             # The library treats a path with brackets or stars as a pattern.
-            files = glob.escape(source) if os.path.isfile(source) else source
+            found = files_of(source)
+            files = glob.escape(found[0]) if len(found) == 1 else sent_or_here(source)
             builder = datasets.load_dataset_builder(reader, data_files=files, **more)
         else:
             builder = _hub_builder(source, spec)
@@ -402,7 +404,20 @@ def _open_csv(builder: DatasetBuilder, split: str) -> ArrowTable:
 def files_of(source: str) -> list[str]:
     """Return the local files of a data set: the file of this name, else the files that match the
     pattern."""
+    source = sent_or_here(source)
     return [source] if os.path.isfile(source) else sorted(glob.glob(source))
+
+
+def sent_or_here(source: str) -> str:
+    """Return the path or pattern of files that the current job sends (`code`) if it names some,
+    else `source` itself."""
+    code = shipped.current()
+    if code is None or os.path.isabs(source):
+        return source
+    if os.path.isfile(sent := os.path.join(code.folder, source)):
+        return sent
+    pattern = os.path.join(glob.escape(str(code.folder)), source)
+    return pattern if glob.glob(pattern) else source
 
 
 def check_files_apart(field: str, held_out: str, training: str) -> None:

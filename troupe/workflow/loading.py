@@ -96,13 +96,20 @@ def _users_modules() -> Iterator[tuple[str, str]]:
     """Yield names and files of imported modules that are neither installed nor Troupe's own."""
     for name, module in sys.modules.copy().items():  # other threads may import meanwhile
         path = getattr(module, "__file__", None)
-        if (
-            path
-            and name.partition(".")[0] not in _NOT_RELOADED
-            and not name.startswith(shipped.PREFIX)
-            and not any(p in path for p in _INSTALLED)
-        ):
+        if path and is_users_module(name, path):
             yield name, path
+
+
+def is_users_module(name: str, path: str | None = None) -> bool:
+    """Return whether the module is neither installed nor Troupe's own. `path`: its file; default:
+    as it is imported."""
+    path = path or getattr(sys.modules.get(name), "__file__", None)
+    return (
+        bool(path)
+        and name.partition(".")[0] not in _NOT_RELOADED
+        and not name.startswith(shipped.PREFIX)
+        and not any(part in str(path) for part in _INSTALLED)
+    )
 
 
 def _mtime(path: str) -> int:

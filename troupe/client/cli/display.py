@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePath
-from typing import TextIO
+from typing import IO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -349,7 +348,7 @@ def _activity(progress: Progress) -> RenderableType:
 class PlainDisplay:
     """A display for output that is not a terminal: one line per event. A context manager."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         """`stream` is flushed after each line, for `tee` and CI logs."""
         self._stream = stream
 
@@ -409,7 +408,7 @@ def make_display(console: Console) -> Display:
     """Return the live display on a terminal, else the plain one."""
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(console)
-    return PlainDisplay(sys.stdout)
+    return PlainDisplay(console.file)
 
 
 async def follow(

@@ -90,7 +90,8 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """A context manager that handles SIGINT, SIGTERM and SIGHUP (main thread only).
+    """A context manager that handles SIGINT, SIGTERM and SIGHUP (main thread only). In another
+    thread, `receive` is called in its place.
 
     A signal cancels the work that `guard` awaits; between guards it is kept for the next guard.
     """
@@ -128,7 +129,7 @@ class Interrupts:
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._received, number)
+            loop.add_signal_handler(number, self.receive, number)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,6 +137,7 @@ class Interrupts:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
-    def _received(self, number: signal.Signals) -> None:
+    def receive(self, number: signal.Signals) -> None:
+        """Handle a signal. Called in the thread of the event loop."""
         self.signal = self.signal or number
         self._pending.set()

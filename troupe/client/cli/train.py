@@ -26,12 +26,8 @@ from troupe.client.cli.display import (
 from troupe.client.cli.failures import FAILED, Interrupted, Interrupts
 from troupe.client.cli.specification import load_with
 from troupe.client.handle import AsyncJobHandle
-from troupe.client.records import (
-    Job,
-    JobCancelled,
-    JobFailed,
-    JobState,
-)
+from troupe.client.program import ProgramJob
+from troupe.client.records import Job, JobState, Result
 from troupe.cluster.daemon import start_detached
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.inventory import fill
@@ -105,7 +101,7 @@ def _addresses(state: ClusterState) -> str:
 class TrainPlan:
     """The arguments of one `troupe train`."""
 
-    spec: JobSpec | None
+    spec: JobSpec | ProgramJob | None
     job_id: str | None
     resume: str | None
     address: str | None
@@ -163,7 +159,7 @@ def train(
             )
     spec = None if job is None else load_with(job, assignments or [])
     if spec is not None and cluster is None and running_state(settings().data_dir) is None:
-        _refuse_without_servers(spec)
+        refuse_without_servers(spec)
     plan = TrainPlan(
         spec=spec,
         job_id=job_id,
@@ -171,21 +167,21 @@ def train(
         address=cluster,
         keep_up=keep_up,
         grace=grace,
-        settings=(settings() if spec is None else _settings_for(spec, settings)).resolved(),
+        settings=(settings() if spec is None else settings_of_job(spec, settings())).resolved(),
     )
     raise typer.Exit(asyncio.run(run(plan, Console())))
 
 
-def _refuse_without_servers(spec: JobSpec) -> None:
+def refuse_without_servers(spec: JobSpec) -> None:
     """Raise JobSpecError for policies whose servers' environment is not on this machine, which the
     cluster that is about to start has alone."""
     if problems := examine_servers(spec, 0)[0]:
         raise JobSpecError(problems)
 
 
-def _settings_for(spec: JobSpec, settings: options.MakeSettings) -> ClusterSettings:
+def settings_of_job(spec: JobSpec, settings: ClusterSettings) -> ClusterSettings:
     """Return the settings of a cluster for this job alone, on all of the machine's devices."""
-    made = settings(devices_per_trainer=1, colocate=bool(spec.colocated))
+    made = settings.model_copy(update={"devices_per_trainer": 1, "colocate": bool(spec.colocated)})
     shares, _ = fill(spec, made.inventory(), made.asked)
     return made.model_copy(update={"devices_per_trainer": shares.devices_per_trainer})
 
@@ -193,17 +189,26 @@ def _settings_for(spec: JobSpec, settings: options.MakeSettings) -> ClusterSetti
 async def run(plan: TrainPlan, console: Console) -> int:
     """Train as `plan` says; return the exit status. Raises errors for the command line."""
     with Interrupts() as interrupts:
-        try:
-            async with open_session(
-                plan.settings,
-                address=plan.address,
-                keep_up=plan.keep_up,
-                interrupts=interrupts,
-                say=lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True),
-            ) as session:
-                conclude = await _Training(plan, session, interrupts, console).run()
-        except Interrupted:
-            return interrupts.status
+        ended = await train_job(plan, console, interrupts)
+    if ended is None:
+        return interrupts.status
+    return 0 if ended.job.succeeded().state == JobState.SUCCEEDED else FAILED
+
+
+async def train_job(plan: TrainPlan, console: Console, interrupts: Interrupts) -> Result | None:
+    """Train as `plan` says, and print progress and summary; return the ended job, whatever its
+    state, or None after a signal."""
+    try:
+        async with open_session(
+            plan.settings,
+            address=plan.address,
+            keep_up=plan.keep_up,
+            interrupts=interrupts,
+            say=lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True),
+        ) as session:
+            conclude = await _Training(plan, session, interrupts, console).run()
+    except Interrupted:
+        return None
     # The cluster has stopped, so the summary is the last output.
     return conclude()
 
@@ -219,10 +224,10 @@ class _Training:
         self._interrupts = interrupts
         self._console = console
 
-    async def run(self) -> Callable[[], int]:
+    async def run(self) -> Callable[[], Result | None]:
         """Run until the job has ended or a signal comes; return the conclusion as a function.
 
-        That function prints the summary and returns the exit status, or raises the job's error.
+        That function prints the summary and returns the ended job, or None after a signal.
         """
         # A resumed job's earlier events are not shown again.
         since = datetime.now(UTC) if self._plan.resume else None
@@ -241,10 +246,10 @@ class _Training:
         if self._session.own is not None:
             panel = f"troupe up --data-dir {self._plan.settings.data_dir}"
 
-        def conclude() -> int:
+        def conclude() -> Result:
             print_conversations(self._console, pairs)
             print_summary(self._console, job, checkpoints, progress, panel)
-            return _verdict(job)
+            return Result(job, tuple(checkpoints))
 
         return conclude
 
@@ -297,7 +302,7 @@ class _Training:
             # The job has ended meanwhile, or the orchestrator is unreachable: stop anyway.
             say(str(error), style="yellow", highlight=False)
 
-    def _print_how_to_resume(self, job_id: str) -> int:
+    def _print_how_to_resume(self, job_id: str) -> None:
         if self._session.own is None:
             text = (
                 f"the job keeps running; `troupe jobs watch {job_id}` shows it, "
@@ -307,7 +312,6 @@ class _Training:
             data_dir = self._plan.settings.data_dir
             text = f"resume with: troupe train --resume {job_id} --data-dir {data_dir}"
         self._console.print(text, highlight=False, soft_wrap=True)
-        return self._interrupts.status
 
     async def _pause(self, handle: AsyncJobHandle) -> None:
         async with asyncio.timeout(self._plan.grace):
@@ -322,11 +326,3 @@ async def _settled(handle: AsyncJobHandle) -> Job:
         await asyncio.sleep(0.25)
         job = await handle.info()
     return job
-
-
-def _verdict(job: Job) -> int:
-    if job.state == JobState.FAILED:
-        raise JobFailed(job)
-    if job.state == JobState.CANCELLED:
-        raise JobCancelled(job)
-    return 0 if job.state == JobState.SUCCEEDED else FAILED

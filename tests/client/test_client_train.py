@@ -1,0 +1,108 @@
+"""`troupe.train` in real programs: real processes, real signals, services that play."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.client.test_cli_train import Project, read_until
+from tests.support.waiting import PATIENCE
+from troupe.client import Client
+from troupe.client.training import train
+from troupe.cluster.daemon import stop_running
+from troupe.cluster.state import running_state
+from troupe.rpc.errors import InvalidArgument
+
+PROGRAM = """
+import asyncio
+import troupe
+from troupe.client import JobFailed
+
+def go(name="team", steps=2, **more):
+    return troupe.train(
+        name=name, workflow="team:solve", tasks={"source": "tasks:Tasks"}, steps=steps,
+        queries_per_step=4, agents={"solver": "solver", "checker": "checker"},
+        policies={"solver": "/models/solver", "checker": "/models/checker"}, **more,
+    )
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    project = Project(tmp_path / "project")
+    yield project
+    if running_state(project.runs):
+        stop_running(project.runs)
+
+
+def start(project: Project, ending: str) -> subprocess.Popen[str]:
+    (project.directory / "program.py").write_text(PROGRAM + ending)
+    return subprocess.Popen(
+        [sys.executable, "program.py"],
+        cwd=project.directory,
+        env=project.environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run(project: Project, ending: str) -> str:
+    process = start(project, ending)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (0, ""), err
+    return out
+
+
+def test_a_program_shows_progress_gets_the_result_and_leaves_nothing(project: Project) -> None:
+    out = run(project, "result = go()\nprint(result.before, result.after, len(result.checkpoints))")
+    assert "\nstep 1/2 | reward solver 0.500" in out
+    assert out.endswith("{'team_success': 0.25} {'team_success': 0.875} 1\n"), out[-300:]
+    assert project.gone()
+
+
+def test_a_program_in_a_running_loop_trains_quietly_and_sees_the_failure(project: Project) -> None:
+    """As in a notebook, whose cells run in an event loop."""
+    ending = """
+async def cell():
+    try:
+        go("doomed", show=False)
+    except JobFailed as error:
+        print(error.field)
+asyncio.run(cell())
+"""
+    assert run(project, ending) == "policies.solver.model.path\n"
+    assert project.gone()
+
+
+def test_an_interrupt_pauses_the_job_and_stops_the_cluster(project: Project) -> None:
+    ending = "try:\n    go(steps=60)\nexcept KeyboardInterrupt:\n    print('interrupted')"
+    process = start(project, ending)
+    read_until(process, r"^step 2/60")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (0, "")
+    assert "pausing the job after its step" in out
+    assert "resume with: troupe train --resume team-" in out
+    assert out.endswith("interrupted\n")
+    assert project.gone()
+
+
+def test_without_waiting_a_handle_is_returned_and_the_cluster_stays(project: Project) -> None:
+    job_id = run(project, "print(go(wait=False).id)").strip()
+    state = running_state(project.runs)
+    assert state is not None
+    with Client(state.orchestrator_address) as client:
+        result = client.job(job_id).result(timeout=PATIENCE)
+    assert result.after["team_success"] == 0.875
+
+
+def test_held_out_rows_without_rows_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="`tasks` has none") as caught:
+        train(workflow="a:b", tasks="words.jsonl", agents={}, policies={}, steps=1, held_out=0.1)
+    assert caught.value.field == "held_out"
