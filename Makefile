@@ -87,9 +87,10 @@ protos: setup ## generate troupe/v1 from protos/
 protos-check: setup ## fail when troupe/v1 is stale
 	$(BIN)/python scripts/generate_stubs.py --check
 
-docs: setup ## generate the job reference and the sizing page
+docs: setup ## generate the job reference, the SDK's and the sizing page
 	$(BIN)/troupe job reference --out docs/job-reference.md
 	$(BIN)/python -m scripts.sizing
+	$(BIN)/python -m scripts.sdk
 
 site: setup ## build the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -38,7 +38,7 @@ BUDGETS: Final = {
     "services/orchestrator": (14_000, "jobs, pipeline, placement, populations, their records"),
     "troupe/workflow": (11_000, "what users write: agents, environments, conversations, trials"),
     "services/reward": (9_500, "functions that scale from zero, sandboxes, quotas"),
-    "troupe/client": (8_000, "SDK and command line"),
+    "troupe/client": (9_000, "SDK, command line, jobs of running programs"),
     "services/experience_store": (6_000, "samples, claims, commits, exactly once"),
     "troupe/scheduling": (6_000, "decisions without side effects, memory model, planner"),
     "troupe/transfer": (6_000, "states between processes and hosts, verified; servers' formats"),

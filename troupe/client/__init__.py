@@ -1,6 +1,7 @@
 """The client SDK: submit jobs, watch them, use what they trained. Blocking and asyncio."""
 
 from troupe.client.aio import AsyncClient
+from troupe.client.comparison import Comparison
 from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle
 from troupe.client.population_records import (
@@ -62,6 +63,7 @@ __all__ = [
     "Checkpoint",
     "Client",
     "Cluster",
+    "Comparison",
     "Engine",
     "Event",
     "Function",

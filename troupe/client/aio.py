@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import SecretStr
 
+from troupe.client.comparison import Comparison
 from troupe.client.functions import AsyncFunctions, with_code
 from troupe.client.handle import AsyncJobHandle, Spec, paged, read_spec
 from troupe.client.records import Cluster, Job, JobState
@@ -134,15 +136,21 @@ class AsyncClient:
             self._channel
         )
 
-    async def submit(self, spec: Spec, job_id: str | None = None) -> AsyncJobHandle:
+    async def submit(
+        self,
+        spec: Spec,
+        job_id: str | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> AsyncJobHandle:
         """Submit a job: a path, YAML or JSON text, a `JobSpec`, or the fields of a job as a dict,
         with functions and rows of this program (`troupe.train`); returns when it is durable.
 
-        You may choose the `job_id`; the same specification under the same id is the same job.
-        The files that its `code` names are sent along. Raises `troupe.job.JobSpecError` for an
-        invalid specification.
+        `overrides` has other values by path: `{"pipeline.steps": 20}`. You may choose the `job_id`;
+        the same specification under the same id is the same job. The files that its `code` names
+        are sent along. Raises `troupe.job.JobSpecError` for an invalid specification, and
+        `InvalidArgument` for functions or rows that cannot be sent.
         """
-        job = await with_code(self._reward, read_spec(spec))
+        job = await with_code(self._reward, read_spec(spec, overrides))
         request = orchestrator_pb.SubmitJobRequest(
             request_id=new_id("submit"),
             spec=job.model_dump_json(),
@@ -166,6 +174,10 @@ class AsyncClient:
     def job(self, job_id: str) -> AsyncJobHandle:
         """Return a handle of an existing job. Makes no call."""
         return AsyncJobHandle(self._stub, job_id, self._settings, self._reward)
+
+    async def compare(self, a: str, b: str) -> Comparison:
+        """Return how the jobs with these ids differ: fields, held-out scores, metrics."""
+        return await self.job(a).compare(b)
 
     async def cluster(self) -> Cluster:
         """Return the current state of every worker, engine and service."""

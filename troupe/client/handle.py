@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import xxhash
 
 from troupe.checkpoints.verifying import verify
+from troupe.client.comparison import Comparison
 from troupe.client.conversion import numbers_by_word
 from troupe.client.functions import with_code
 from troupe.client.population_records import Match, Population
@@ -31,7 +32,8 @@ from troupe.client.records import (
     Version,
     event_of,
 )
-from troupe.job import JobSpec, load_job, parse_job
+from troupe.job import JobSpec
+from troupe.job.loading import job_of, load_text, read_mapping, with_overrides
 from troupe.job.spec import policy_of
 from troupe.rpc.errors import (
     DataLoss,
@@ -121,7 +123,7 @@ class AsyncJobHandle:
 
         Raises `JobFailed` or `JobCancelled`, and `DeadlineExceeded` after `timeout` seconds.
         """
-        job = (await self.wait(timeout)).succeeded()
+        job = (await self.wait(timeout)).require_success()
         return Result(job, tuple(await self.checkpoints()))
 
     async def pause(self) -> Job:
@@ -203,6 +205,76 @@ class AsyncJobHandle:
             request.page_token = reply.next_page_token
         # The newest page comes first.
         return [row for page in reversed(pages) for row in page]
+
+    async def metrics_frame(
+        self, names: Sequence[str] = (), after_step: int = -1
+    ) -> list[dict[str, float | None]]:
+        """Return a table of the metrics: a row per step, ordered by step, with evaluations after
+        the step in the same row.
+
+        Every row has `step` and every metric, None where the step has no value, so that
+        `pandas.DataFrame(rows)`, `polars.DataFrame(rows)` and `pyarrow.Table.from_pylist(rows)`
+        make a table of it. `names` selects metrics; empty: all.
+        """
+        steps: dict[int, dict[str, float]] = {}
+        for row in await self.metrics(names, after_step):
+            steps.setdefault(row.step, {}).update(row.values)
+        columns = sorted({name for values in steps.values() for name in values})
+        return [
+            {"step": step, **{name: values.get(name) for name in columns}}
+            for step, values in sorted(steps.items())
+        ]
+
+    async def conversations(
+        self,
+        limit: int | None = 20,
+        *,
+        evaluation: bool | None = None,
+        failed: bool = False,
+        text: str = "",
+        agent: str = "",
+        from_step: int | None = None,
+        to_step: int | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+    ) -> AsyncIterator[Trajectory]:
+        """Yield the newest `limit` conversations (None: all that are kept), the newest first.
+
+        `evaluation` selects those of evaluations (True) or of training (False); `failed` those that
+        did not complete; `text` those with the text in a message or reply; `agent` those in which
+        the agent took a turn; `from_step` and `to_step` a range of steps; `min_reward` and
+        `max_reward` a range of rewards: of `agent` if given, else of the team, or the mean over
+        agents.
+        """
+        request = orchestrator_pb.ListTrajectoriesRequest(
+            job_id=self.id,
+            page_size=_PAGE,
+            text=text,
+            agent=agent,
+            from_step=from_step,
+            to_step=to_step,
+            min_reward=min_reward,
+            max_reward=max_reward,
+        )
+        left = limit
+        while left is None or left > 0:
+            reply = await self._stub.ListTrajectories(request)
+            for one in map(Trajectory.of, reply.trajectories):
+                if evaluation not in (None, one.evaluation) or (failed and one.completed):
+                    continue
+                yield await self.trajectory(one.id)
+                left = None if left is None else left - 1
+                if left == 0:
+                    return
+            request.page_token = reply.next_page_token
+            if not reply.next_page_token:
+                return
+
+    async def compare(self, other: AsyncJobHandle | str) -> Comparison:
+        """Return how another job differs from this one: fields, held-out scores, metrics."""
+        job_id = other if isinstance(other, str) else other.id
+        reply = await self._stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
+        return Comparison(await self.info(), Job.of(reply.job))
 
     async def trajectories(self, limit: int | None = _PAGE) -> list[Trajectory]:
         """Return the newest `limit` trajectories (None: all that are kept), without their
@@ -368,20 +440,30 @@ def _by_number(query_id: str) -> tuple[int, str]:
     return int(number), evaluation
 
 
-def read_spec(spec: Spec) -> JobSpec | ProgramJob:
+def read_spec(spec: Spec, overrides: Mapping[str, Any] | None = None) -> JobSpec | ProgramJob:
     """Return the job, validated here so that a mistake costs no round trip.
 
     An empty string, or a string with a line break or a brace, is YAML or JSON text; any other
     string is a path. A mapping may have functions and rows of this program (`job_of_program`).
-    Raises `troupe.job.JobSpecError`, and `InvalidArgument` for what cannot be sent.
+    `overrides` has other values by path: `{"pipeline.steps": 20}`. Raises
+    `troupe.job.JobSpecError`, and `InvalidArgument` for what cannot be sent.
     """
-    if isinstance(spec, JobSpec | ProgramJob):
-        return spec
+    changes = overrides or {}
+    if isinstance(spec, ProgramJob):
+        return ProgramJob(_changed(spec.spec, changes), spec.files)
+    if isinstance(spec, JobSpec):
+        return _changed(spec, changes)
     if isinstance(spec, Mapping):
-        return job_of_program(spec)
+        return job_of_program(with_overrides(spec, changes))
     if isinstance(spec, str) and (not spec.strip() or "\n" in spec or "{" in spec):
-        return parse_job(spec)
-    return load_job(spec)
+        raw = read_mapping(spec)
+    else:
+        raw = read_mapping(load_text(spec), str(spec))
+    return job_of(with_overrides(raw, changes))
+
+
+def _changed(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
+    return job_of(with_overrides(spec.model_dump(mode="json"), overrides)) if overrides else spec
 
 
 async def paged(

@@ -7,7 +7,7 @@ from base64 import b64encode
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from troupe import states, tensors
 from troupe.client.conversion import Record, when, word
@@ -111,7 +111,7 @@ class Job(Record, id_from="job_id"):
         found = {policy: self.metrics.get(f"{policy}/{SIGNAL_STEPS}") for policy in self.versions}
         return {policy: int(count) for policy, count in found.items() if count is not None}
 
-    def succeeded(self) -> Job:
+    def require_success(self) -> Job:
         """Return the job, which has ended. Raises `JobFailed` or `JobCancelled`."""
         if self.state == JobState.FAILED:
             raise JobFailed(self)
@@ -201,6 +201,11 @@ class Trajectory(Record, id_from="trajectory_id"):
     seconds: float
     evaluation: bool
     conversation: tuple[Turn, ...] = ()
+
+    @property
+    def completed(self) -> bool:
+        """Whether the workflow returned, so that the trajectory was neither dropped nor failed."""
+        return self.state == "completed"
 
 
 @dataclass(frozen=True)
@@ -702,6 +707,10 @@ class StateChanged(Record):
     state: JobState
     problem: TroupeError | None = None
 
+    def __str__(self) -> str:
+        why = f": {self.problem}" if self.problem else ""
+        return _line(self.at, f"the job is {self.state}{why}")
+
 
 @dataclass(frozen=True)
 class MetricsLogged(Record):
@@ -711,6 +720,13 @@ class MetricsLogged(Record):
     step: int
     values: dict[str, float]
 
+    def __str__(self) -> str:
+        # Rewards first; short names before their parts.
+        names = sorted(self.values, key=lambda name: ("reward" not in name, len(name), name))
+        shown = " ".join(f"{name}={self.values[name]:.4g}" for name in names[:_SHOWN])
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return _line(self.at, f"step {self.step}: {shown}{more}")
+
 
 @dataclass(frozen=True)
 class Notice(Record):
@@ -719,6 +735,9 @@ class Notice(Record):
     at: datetime
     severity: Literal["info", "warning", "error"]
     text: str
+
+    def __str__(self) -> str:
+        return _line(self.at, f"{self.severity}: {self.text}")
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
@@ -737,6 +756,18 @@ class Activity(Record):
     total_steps: int
     done: float
     total: float
+
+    def __str__(self) -> str:
+        amount = f" ({self.done:g} of {self.total:g})" if self.total > 0 else ""
+        return _line(self.at, f"step {self.step} of {self.total_steps}: {self.text}{amount}")
+
+
+# The metrics that the text of an event shows.
+_SHOWN: Final = 6
+
+
+def _line(at: datetime, text: str) -> str:
+    return f"{at.astimezone():%H:%M:%S} {' '.join(text.split())}"
 
 
 Event = StateChanged | MetricsLogged | Notice | Activity

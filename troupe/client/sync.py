@@ -10,12 +10,13 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from troupe.client.aio import AsyncClient
+from troupe.client.comparison import Comparison
 from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle, Spec
 from troupe.rpc import FailedPrecondition
@@ -169,6 +170,11 @@ class JobHandle(Blocking[AsyncJobHandle]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"
 
+    def compare(self, other: JobHandle | str) -> Comparison:
+        """Return how another job differs from this one: fields, held-out scores, metrics."""
+        job_id = other if isinstance(other, str) else other.id
+        return self._loop.run(self._native.compare(job_id))
+
     info = _call(AsyncJobHandle.info)
     watch = _stream(AsyncJobHandle.watch)
     wait = _call(AsyncJobHandle.wait)
@@ -181,6 +187,8 @@ class JobHandle(Blocking[AsyncJobHandle]):
     checkpoints = _call(AsyncJobHandle.checkpoints)
     export = _call(AsyncJobHandle.export)
     metrics = _call(AsyncJobHandle.metrics)
+    metrics_frame = _call(AsyncJobHandle.metrics_frame)
+    conversations = _stream(AsyncJobHandle.conversations)
     trajectories = _call(AsyncJobHandle.trajectories)
     trajectory = _call(AsyncJobHandle.trajectory)
     before_and_after = _call(AsyncJobHandle.before_and_after)
@@ -195,12 +203,16 @@ class JobHandle(Blocking[AsyncJobHandle]):
 
 
 class Client(Blocking[AsyncClient]):
-    """Blocking client of one orchestrator; see `AsyncClient`. A context manager.
+    """A context manager that connects to a cluster through its orchestrator, with blocking methods.
 
-    with Client("127.0.0.1:50051") as troupe:
-        job = troupe.submit("job.yaml")
-        for event in job.watch():
-            print(event)
+        with Client("127.0.0.1:50051") as troupe:
+            job = troupe.submit("job.yaml")
+            for event in job.watch():
+                print(event)
+            print(job.result().after)
+
+    Every call has a deadline and is repeated when the service is briefly unavailable; a repeated
+    call has no second effect. All errors are `troupe.rpc.TroupeError`.
     """
 
     def __init__(
@@ -227,11 +239,18 @@ class Client(Blocking[AsyncClient]):
         """The cluster's rewards and tools."""
 
     jobs = _call(AsyncClient.jobs)
+    compare = _call(AsyncClient.compare)
     cluster = _call(AsyncClient.cluster)
 
-    def submit(self, spec: Spec, job_id: str | None = None) -> JobHandle:
+    def submit(
+        self,
+        spec: Spec,
+        job_id: str | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> JobHandle:
         """Submit a job, as `AsyncClient.submit` does."""
-        return JobHandle(self._loop.run(self._native.submit(spec, job_id)), self._loop)
+        handle = self._loop.run(self._native.submit(spec, job_id, overrides))
+        return JobHandle(handle, self._loop)
 
     def job(self, job_id: str) -> JobHandle:
         """Return a handle of an existing job. Makes no call."""

@@ -201,5 +201,5 @@ def _train(plan: TrainPlan, console: Console) -> Result:
         loop.close()
     if ended is None:
         raise KeyboardInterrupt
-    ended.job.succeeded()
+    ended.job.require_success()
     return ended

@@ -17,10 +17,10 @@ from troupe.job.network import EnvironmentSpec
 from troupe.job.policy import PolicySpec
 from troupe.job.population import Pools, PopulationSpec
 from troupe.job.section import (
+    JOB_NAME,
     MAX_AGENTS,
     MAX_FUNCTIONS,
     MAX_POLICIES,
-    NAME,
     Section,
     Seed,
 )
@@ -45,8 +45,8 @@ from troupe.job.sections import (
 class JobFields(Section):
     """The fields of `JobSpec`, not checked against each other."""
 
-    name: str = Field(pattern=NAME)
-    """Short name: lower-case letters, digits, '-' and '_'."""
+    name: str = Field(pattern=JOB_NAME)
+    """Short name: lower-case letters, digits, '-', '_' and '.'; the job's id has '-' for '.'."""
     seed: Seed = 0
     """Root of all randomness of the job."""
     workflow: str | None = None

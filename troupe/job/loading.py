@@ -7,7 +7,7 @@ import asyncio
 import difflib
 import reprlib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +195,61 @@ def read_mapping(text: str, source: str = "the job") -> dict[str, Any]:
     problem = "is empty" if raw is None else f"must be a mapping, not {type(raw).__name__}"
     remedy = "Start from an example; `troupe job schema` lists the fields."
     raise JobSpecError([FieldProblem(source, "", problem, remedy)])
+
+
+def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of an unvalidated job with other values, by path: `{"pipeline.steps": 20}`.
+
+    Missing sections on a path are made. Raises `JobSpecError` for a path through a value.
+    """
+    changed: dict[str, Any] = _copied(raw)
+    for path, value in overrides.items():
+        try:
+            set_field(changed, path.split("."), value)
+        except ValueError as error:
+            remedy = 'Write for example {"pipeline.steps": 20}.'
+            raise JobSpecError([FieldProblem(path, _short(value), str(error), remedy)]) from error
+    return changed
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of mappings and lists at any depth, with the same values in them."""
+    if isinstance(value, Mapping):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
+
+
+def set_field(node: Any, path: Sequence[str], value: Any) -> None:
+    """Set the field `path` below `node`, a mapping or list of an unvalidated job, to `value`.
+    Missing sections are made. Raises ValueError."""
+    if not all(path):
+        raise ValueError("a name in the path is empty")
+    for depth, part in enumerate(path[:-1]):
+        node = _child(node, part)
+        if not isinstance(node, dict | list):
+            raise ValueError(f"`{'.'.join(path[: depth + 1])}` is a value, not a section")
+    last = path[-1]
+    if isinstance(node, list):
+        if (index := _index(node, last)) is None:
+            raise ValueError(f"the list has the items 0 to {len(node) - 1}")
+        node[index] = value
+    else:
+        node[last] = value
+
+
+def _child(node: Any, part: str) -> Any:
+    if isinstance(node, list):
+        index = _index(node, part)
+        return None if index is None else node[index]
+    if node.get(part) is None:
+        node[part] = {}
+    return node[part]
+
+
+def _index(items: list[Any], part: str) -> int | None:
+    """Return `part` as an index of `items`; None if it is not one."""
+    plain = part.isascii() and part.isdigit() and len(part) <= len(str(len(items)))
+    return int(part) if plain and int(part) < len(items) else None
 
 
 def job_of(raw: dict[str, Any]) -> JobSpec:

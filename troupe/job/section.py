@@ -31,6 +31,7 @@ from troupe.yaml_input import UnreadableText, as_yaml_1_1, measure
 _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 COLUMN = r"^[A-Za-z_][A-Za-z0-9._-]{0,63}\Z"
 NAME = r"^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"
+JOB_NAME = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
 
 # More than the fields of any section.
 _MAX_FIELDS: Final = 256

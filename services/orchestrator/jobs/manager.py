@@ -366,7 +366,8 @@ class Jobs:
 def job_id_of(name: str, request_id: str) -> str:
     """Return the id of a job without its own, the same for every repetition of the request."""
     digest = hashlib.blake2s(f"{name}/{request_id}".encode(), digest_size=4).hexdigest()
-    return f"{name}-{digest}"
+    # A dot separates the parts of an engine's id, which begins with the job's.
+    return f"{name.replace('.', '-')}-{digest}"
 
 
 def _check_viewable(record: JobRecord) -> None:

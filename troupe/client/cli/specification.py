@@ -34,7 +34,7 @@ from troupe.job.automatic import with_values
 from troupe.job.compatibility import advice
 from troupe.job.data import TasksSpec
 from troupe.job.functions import READY
-from troupe.job.loading import FieldProblem, job_of, load_text, read_mapping, tags_of
+from troupe.job.loading import FieldProblem, job_of, load_text, read_mapping, set_field, tags_of
 from troupe.job.sizing import (
     QUANTIZED_REMEDY,
     SOLD,
@@ -349,7 +349,10 @@ def apply_assignments(text: str, assignments: list[str], source: str = "the job"
     raw = read_mapping(text, source)
     for assignment in assignments:
         path, value = _parse_assignment(assignment)
-        _assign(raw, path, value, assignment)
+        try:
+            set_field(raw, path, value)
+        except ValueError as error:
+            raise _bad_assignment(assignment, str(error)) from error
     return raw
 
 
@@ -367,37 +370,6 @@ def _parse_assignment(assignment: str) -> tuple[list[str], Any]:
         if error.where != _VALUE:  # a place inside the value
             problem = f"its value is not YAML ({error.where}: {error.problem})"
         raise _bad_assignment(assignment, problem) from error
-
-
-def _assign(node: Any, path: list[str], value: Any, assignment: str) -> None:
-    """Set `path` below `node`, a mapping or list of the YAML document, to `value`."""
-    for depth, part in enumerate(path[:-1]):
-        node = _child(node, part)
-        if not isinstance(node, dict | list):
-            section = ".".join(path[: depth + 1])
-            raise _bad_assignment(assignment, f"`{section}` is a value, not a section")
-    last = path[-1]
-    if isinstance(node, list):
-        if (index := _index(node, last)) is None:
-            raise _bad_assignment(assignment, f"the list has the items 0 to {len(node) - 1}")
-        node[index] = value
-    else:
-        node[last] = value
-
-
-def _child(node: Any, part: str) -> Any:
-    if isinstance(node, list):
-        index = _index(node, part)
-        return None if index is None else node[index]
-    if node.get(part) is None:
-        node[part] = {}
-    return node[part]
-
-
-def _index(items: list[Any], part: str) -> int | None:
-    """Return `part` as an index of `items`; None if it is not one."""
-    plain = part.isascii() and part.isdigit() and len(part) <= len(str(len(items)))
-    return int(part) if plain and int(part) < len(items) else None
 
 
 def _bad_assignment(assignment: str, message: str) -> JobSpecError:

@@ -192,7 +192,7 @@ async def run(plan: TrainPlan, console: Console) -> int:
         ended = await train_job(plan, console, interrupts)
     if ended is None:
         return interrupts.status
-    return 0 if ended.job.succeeded().state == JobState.SUCCEEDED else FAILED
+    return 0 if ended.job.require_success().state == JobState.SUCCEEDED else FAILED
 
 
 async def train_job(plan: TrainPlan, console: Console, interrupts: Interrupts) -> Result | None:
