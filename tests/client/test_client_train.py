@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,7 +103,11 @@ def test_without_waiting_a_handle_is_returned_and_the_cluster_stays(project: Pro
     assert result.after["team_success"] == 0.875
 
 
-def test_held_out_rows_without_rows_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="`tasks` has none") as caught:
-        train(workflow="a:b", tasks="words.jsonl", agents={}, policies={}, steps=1, held_out=0.1)
+@pytest.mark.parametrize(
+    ("tasks", "held_out", "message"),
+    [("words.jsonl", 0.1, "`tasks` has none"), ([{"n": 1}], 1, "neither a fraction nor rows")],
+)
+def test_held_out_rows_that_are_none_are_refused(tasks: Any, held_out: float, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        train(workflow="a:b", tasks=tasks, agents={}, policies={}, steps=1, held_out=held_out)
     assert caught.value.field == "held_out"

@@ -92,8 +92,9 @@ def train(
     """Train a team that the running program, or a notebook, describes.
 
     `workflow` is an async function of (query, agents, tools). `tasks` is a list of dicts, a class
-    as in `tasks.source`, or the section of a job file. `held_out` is a fraction of the rows, or
-    further rows, for evaluations before and after. `agents` has each agent's policy, or its
+    as in `tasks.source`, a data set's path or id, or the section of a job file. `held_out` is a
+    fraction of the rows, or further rows, for evaluations before and after, of 200 of them at most
+    unless `evaluation` says otherwise. `agents` has each agent's policy, or its
     section; `policies` has each policy's model path, or its section. `fields` are further fields of
     a job, such as `tools={"score": score}`; where a job file names a function, they may have the
     function itself. Functions, their modules and rows are sent with the job as source text;
@@ -120,6 +121,13 @@ def train(
                 value=held_out if isinstance(held_out, float) else "rows",
                 remedy="Give `tasks` as a list of dicts; a class returns its own held-out split, "
                 "and a data set names it in `tasks`.",
+            )
+        if not isinstance(held_out, float) and not is_rows(held_out):
+            raise InvalidArgument(
+                "is neither a fraction nor rows",
+                field="held_out",
+                value=held_out,
+                remedy="Give a number between 0 and 1, such as 0.25, or a list of dicts.",
             )
         own = tasks if isinstance(tasks, Mapping) else {}
         tasks = {**own, "rows": rows, "held_out": held_out}
