@@ -44,8 +44,8 @@ class PlanView(views.View):
     changes: list[str] = Field(alias="set")
     """The job's fields for this split, in the form of `--set`."""
     picture: dict[str, Any]
-    """Picture of one step: `seconds`, and `lanes` of engines and trainers with `busy` times as
-    [policy, begin, end]."""
+    """Picture of the steps that the prediction is the mean of: their `seconds` together, `ends` of
+    each, and `lanes` of engines and trainers with `busy` times as [policy, begin, end]."""
 
 
 @router.post("/plan", openapi_extra=specification_body(required=True))

@@ -151,7 +151,7 @@ async def test_curves_have_gaps_whole_steps_smoothing_and_evaluations(panel: Pan
         await expect(best).to_have_text(re.compile(r"2\s*big@2\s*0\.5 best \[0\.375, 0\.625\]"))
 
         await expect(page.locator("#tiles")).to_contain_text(
-            "0.25 [0.125, 0.375] \u2192 0.375 [0.25, 0.5]held-out gsm8k/pass@1"
+            "0.25 [0.125, 0.375] \u2192 0.375 [0.25, 0.5]pass@1 on gsm8k"
         )
         await expect(page.locator("#policies tbody tr", has_text="big")).to_contain_text("2 of 4")
 
@@ -274,9 +274,20 @@ async def test_tokens_of_a_long_reply_filters_pins_and_export(panel: Panel) -> N
         background = "node => node.style.backgroundColor"
         assert "--low" in await tokens.first.evaluate(background)
         assert "--high" in await tokens.nth(1).evaluate(background)
+        # The scale says what its colours mean, and the bubble gives up its own.
+        legend = page.locator("#token-legend")
+        await expect(legend.locator(".scale-marks span")).to_have_text(["-1", "0", "+1"])
+        bubble = page.locator("#conversation .bubble")
+        ground = "node => getComputedStyle(node).backgroundColor"
+        card = await page.locator(".card.viewer").evaluate(ground)
+        assert await bubble.evaluate(ground) == card
+        await page.select_option("#token-colour", "")
+        assert await bubble.evaluate(ground) != card
+        await expect(legend).to_be_empty()
         # Only parts near the view are built, and parts out of view become text again.
         assert await tokens.count() <= 4_000
         await page.select_option("#token-colour", "version")
+        await expect(legend.locator(".scale-marks span")).to_have_text(["@3", "@4"])
         await page.evaluate("document.querySelector('#conversation').scrollTop = 1e9")
         await expect(page.locator("[title*='token 31999 ']")).to_have_attribute(
             "title", re.compile("solver@4")

@@ -20,6 +20,13 @@ async def planned(panel: Panel, query: str, spec: dict[str, Any] | None = None) 
     return await panel.http.post(f"/api/plan?{query}", content=body, headers=JSON, timeout=200)
 
 
+def placed(one: dict[str, Any]) -> Any:
+    """What a split gives to each policy, without what is predicted of it."""
+    given = ("replicas", "tensor_parallel", "gang")
+    policies = {name: [p[key] for key in given] for name, p in one["policies"].items()}
+    return one["engine_devices"], one["training_devices"], one["engine_hosts"], policies
+
+
 async def test_a_plan_has_its_split_its_fields_and_a_picture_of_a_step(panel: Panel) -> None:
     reply = await planned(panel, "devices=4xH200-141GB&turns=1&response_tokens=50")
     assert reply.status_code == 200, reply.text
@@ -28,7 +35,15 @@ async def test_a_plan_has_its_split_its_fields_and_a_picture_of_a_step(panel: Pa
     assert any(one.startswith("policies.solver.engine.replicas=") for one in found["set"])
     assert found["assumed"][0] == "turns, lengths and waits"
     assert not found["measured"]
-    lanes = found["picture"]["lanes"]
+    # The picture shows the steps that the prediction is the mean of.
+    picture = found["picture"]
+    assert picture["ends"][-1] == picture["seconds"]
+    mean = picture["seconds"] / len(picture["ends"])
+    assert mean == pytest.approx(found["best"]["seconds_per_step"], abs=0.002)
+    # Every alternative differs from the best split and from the others.
+    splits = [json.dumps(placed(one)) for one in (found["best"], *found["others"])]
+    assert len(set(splits)) == len(splits)
+    lanes = picture["lanes"]
     assert {one["kind"] for one in lanes} == {"engine", "trainer"}
     for lane in lanes:
         for policy, begin, end in lane["busy"]:

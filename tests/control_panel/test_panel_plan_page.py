@@ -53,6 +53,14 @@ async def test_a_job_is_planned_by_keys_with_a_picture_of_a_step(
         box = await page.locator("#plan-picture .bars i").first.bounding_box()
         assert box is not None
         assert box["width"] >= 1
+        await expect(page.locator("#plan-steps")).to_have_text("2 steps")
+        facts = await page.locator("#plan-facts").text_content()
+        assert facts is not None
+        per_step = facts.partition(" \u00b7 ")[0]
+        await expect(page.locator("#plan-legend")).to_contain_text(f", {per_step}")
+        top = "n => n.getBoundingClientRect().top"
+        assumed = await page.locator("#plan-origins").evaluate(top)
+        assert assumed < await page.locator("#plan-policies").evaluate(top)
         await expect(page.locator("#plan-set")).to_contain_text("engine.replicas=")
         await expect(page.locator("#plan-origins")).to_contain_text("measured: turns, lengths")
         assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0

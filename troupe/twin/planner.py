@@ -133,7 +133,8 @@ class JobPlan:
     assumed: Sequence[str] = ()
     """The basis of the times, for people."""
     run: TwinRun | None = None
-    """The best split's trial with every busy time, if a picture was requested."""
+    """The best split's trial with every busy time, if a picture was requested. The prediction is
+    the mean of its steps without the first."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ def plan_job(
     assumed += _unmodelled(spec)
     run = None
     if picture:
-        run = Twin(replace(twin_of(case, tried[0].split), spans=True)).run(_STEPS)
+        run = _tried(case, tried[0].split, spans=True)
     return JobPlan(tried[0], tried[1:], len(splits), more_seconds, measured, assumed, run)
 
 
@@ -577,10 +578,16 @@ def _unmodelled(spec: JobSpec) -> list[str]:
 
 
 def _predict(case: _Case, split: ClusterSplit) -> Prediction:
-    late = 1 if case.spec.pipeline.mode == "async" else 0
-    run = Twin(twin_of(case, split)).run(_STEPS + late)
-    means = run.means(1, late)
+    means = _tried(case, split).means(1)
     return Prediction(split, means, _bottleneck(means))
+
+
+def _tried(case: _Case, split: ClusterSplit, spans: bool = False) -> TwinRun:
+    """Run a split in the twin for `_STEPS` steps; `spans`: with every busy time."""
+    # In mode async the rollout of a later step is under way when a step ends.
+    late = 1 if case.spec.pipeline.mode == "async" else 0
+    run = Twin(replace(twin_of(case, split), spans=spans)).run(_STEPS + late)
+    return replace(run, steps=run.steps[:_STEPS])
 
 
 def _bottleneck(means: TwinMeans) -> Bottleneck:

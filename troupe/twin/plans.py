@@ -23,7 +23,7 @@ from troupe.twin.profile import JobProfile
 
 # Lanes of each kind in a picture: further lanes look the same.
 _LANES: Final = 16
-# Busy spans closer to each other than this fraction of a step are drawn as one.
+# Busy spans closer to each other than this fraction of a picture are drawn as one.
 _GAP: Final = 1 / 400
 # Devices written without their memory: 8xH100, H100.
 _CLASS_ONLY: Final = re.compile(r"(?:\d{1,6}x)?(?P<name>[A-Za-z][\w.]*)", re.ASCII)
@@ -91,7 +91,7 @@ def plan_values(spec: JobSpec, found: JobPlan, hosts: int) -> dict[str, Any]:
     """Return a plan as JSON values."""
     values = {
         "best": _prediction_values(found.best),
-        "others": [_prediction_values(one) for one in found.others],
+        "others": [_prediction_values(one) for one in alternatives(found)],
         "considered": found.considered,
         "hosts": hosts,
         "seconds_with_one_more_host": found.more_seconds,
@@ -100,6 +100,24 @@ def plan_values(spec: JobSpec, found: JobPlan, hosts: int) -> dict[str, Any]:
         "set": assignments(spec, found.best),
     }
     return values if found.run is None else values | {"picture": picture_values(found.run)}
+
+
+def alternatives(found: JobPlan) -> list[Prediction]:
+    """Return the other splits, without those that people would write like a faster one: with the
+    same devices, engines and gangs of each policy."""
+    seen = {_written(found.best)}
+    different = []
+    for one in found.others:
+        if (written := _written(one)) not in seen:
+            seen.add(written)
+            different.append(one)
+    return different
+
+
+def _written(one: Prediction) -> tuple[Any, ...]:
+    policies = one.split.policies.items()
+    parts = [(name, p.engines, p.tensor_parallel, p.gang) for name, p in policies]
+    return one.split.devices, one.split.engine_hosts, *parts
 
 
 def _prediction_values(one: Prediction) -> dict[str, Any]:
@@ -128,10 +146,11 @@ def _prediction_values(one: Prediction) -> dict[str, Any]:
 
 
 def picture_values(run: TwinRun) -> dict[str, Any]:
-    """Return the busy spans of engines and trainers in the last step of a trial, in seconds from
-    its start: the policy and the times of each lane. Lanes beyond `_LANES` of a kind are only
-    counted."""
-    start = run.steps[-2].at if len(run.steps) > 1 else 0.0
+    """Return the busy spans of engines and trainers in the steps of a trial that the prediction is
+    the mean of (all but the first), in seconds from their start: the policy and the times of each
+    lane, and `ends`, when each step ended. Lanes beyond `_LANES` of a kind are only counted."""
+    start = run.steps[0].at
+    ends = [round(one.at - start, 3) for one in run.steps[1:]]
     seconds = run.steps[-1].at - start
     lanes, hidden = [], 0
     for kind, spans in (("engine", run.engine_spans), ("trainer", run.trainer_spans)):
@@ -144,7 +163,7 @@ def picture_values(run: TwinRun) -> dict[str, Any]:
         for name in names[:_LANES]:
             busy = _merged(by_lane[name], start, seconds)
             lanes.append({"kind": kind, "lane": name, "busy": busy})
-    return {"seconds": round(seconds, 3), "lanes": lanes, "hidden_lanes": hidden}
+    return {"seconds": round(seconds, 3), "ends": ends, "lanes": lanes, "hidden_lanes": hidden}
 
 
 def _merged(spans: Sequence[TwinSpan], start: float, seconds: float) -> list[list[Any]]:

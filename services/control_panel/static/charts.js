@@ -1,5 +1,6 @@
 // Metrics by step as columns, and line charts of them over uPlot.
-import { api, byId, colour, el, number } from "./dom.js";
+import { TEAM, besideCast, variable } from "./colours.js";
+import { api, byId, el, number } from "./dom.js";
 
 // The values of a job's metrics: one column per metric over steps that ascend.
 export class MetricTable {
@@ -135,6 +136,48 @@ const MARKED_POINTS = 60;
 // With more points than this a line is a pixel wide: wider lines hide the noise, and take most of the
 // drawing time.
 const DENSE_POINTS = 1500;
+// Lines of one colour, or that mostly cover each other, have different dashes.
+const DASHES = [[], [9, 6], [2, 4], [9, 4, 2, 4]];
+// Lines cover each other where they are closer than this fraction of the chart's height.
+const NEAR = 0.01;
+const COMPARED_POINTS = 200;
+// With more intervals than this, only that of the name pointed at is filled: they would cover the chart.
+const MOST_BANDS = 3;
+
+// Returns whether two lines are closer than `near` in most of the points that both have.
+function cover(one, other, near) {
+  let [both, close] = [0, 0];
+  const stride = Math.max(1, Math.floor(one.length / COMPARED_POINTS));
+  for (let i = one.length - 1; i >= 0; i -= stride) {
+    if (one[i] == null || other[i] == null) continue;
+    both += 1;
+    close += Math.abs(one[i] - other[i]) <= near;
+  }
+  return both > 0 && 2 * close > both;
+}
+
+// Returns for each series the number of its dash: the first that no earlier series has that it
+// covers or that has its colour.
+export function dashes(series, colours) {
+  let [least, most] = [Infinity, -Infinity];
+  for (const { values } of series) for (const value of values) if (value != null) [least, most] = [Math.min(least, value), Math.max(most, value)];
+  const found = [];
+  series.forEach((one, i) => {
+    const taken = new Set();
+    for (let j = 0; j < i; j += 1) {
+      if (colours[i] === colours[j] || cover(one.values, series[j].values, NEAR * (most - least))) taken.add(found[j]);
+    }
+    const free = DASHES.findIndex((_, dash) => !taken.has(dash));
+    found.push(free < 0 ? i % DASHES.length : free);
+  });
+  return found;
+}
+
+// The range of a value axis: of nothing but zeros it is 0 to 1.
+function valueRange(_, least, most) {
+  if (least == null || (least === 0 && most === 0)) return [0, 1];
+  return uPlot.rangeNum(least, most, 0.1, true);
+}
 
 // Values between two gaps have no line and are marked.
 function isolated(plot, index, show) {
@@ -151,7 +194,11 @@ function isolated(plot, index, show) {
 export class Chart {
   // x: "step" or another whole number, or "time". spans: lines bridge steps without a value.
   constructor(element, { x = "step", range, spans = false } = {}) {
-    Object.assign(this, { element, x, range, spans, plot: null, key: "", xs: [], series: [], hidden: new Set(), zoomed: false });
+    Object.assign(this, { element, x, range, spans, plot: null, key: "", xs: [], series: [], hidden: new Set(), known: new Set(), zoomed: false });
+    // The colours' numbers by name; null: those of the chosen job's cast, and the free ones.
+    this.among = null;
+    // Whose interval is filled where there are too many.
+    this.pointed = null;
     this.title = element.parentElement.querySelector("h2, h3")?.firstChild?.textContent.trim() || "Chart";
     this.area = el("div", { class: "plot", role: "img", tabindex: "0", onkeydown: (event) => this.onKey(event), ondblclick: () => (this.zoomed = false) });
     this.legend = el("div", { class: "legend" });
@@ -165,7 +212,8 @@ export class Chart {
     return { width: Math.max(120, this.area.clientWidth), height: Math.max(80, this.area.clientHeight) };
   }
 
-  // xs ascend; series: [{name, values, low, high}], low and high being bounds of an interval.
+  // xs ascend; series: [{name, values, low, high, of, folded}], low and high being bounds of an interval, of:
+  // the name whose colour it has ("": none), by default its own. folded: hidden until its name is chosen.
   draw(xs, series) {
     this.xs = xs;
     this.series = series;
@@ -179,18 +227,60 @@ export class Chart {
     const lines = this.lines();
     const data = [this.xs, ...lines.map((line) => line.values)];
     const style = getComputedStyle(document.documentElement);
-    const key = JSON.stringify([lines.map((line) => [line.name, line.kind]), look.log, style.getPropertyValue("--muted"), this.range, this.dense()]);
+    const owners = this.series.map((one) => one.of ?? one.name);
+    // By name, first those that show.
+    const namesOf = (folded) => owners.filter((name, i) => name && name !== TEAM && Boolean(this.series[i].folded) === folded).sort();
+    const among = this.among ?? besideCast([...namesOf(false), ...namesOf(true)]);
+    this.colours = new Map(this.series.map((one, i) => [one.name, variable(owners[i], among)]));
+    for (const { name, folded } of this.series) {
+      if (folded && !this.known.has(name)) this.hidden.add(name);
+      this.known.add(name);
+    }
+    const shown = this.series.filter((one) => !this.hidden.has(one.name));
+    const numbers = dashes(shown, shown.map((one) => this.colours.get(one.name)));
+    this.dashes = new Map(shown.map((one, i) => [one.name, numbers[i]]));
+    const key = JSON.stringify([lines.map((line) => [line.name, line.kind]), [...this.colours.values()], look.log, style.getPropertyValue("--muted"), this.range, this.dense()]);
     if (!this.plot || key !== this.key) {
       this.plot?.destroy();
       this.key = key;
       this.drawLegend();
       this.plot = new uPlot(this.options(lines, style), data, this.area);
       this.zoomed = false;
+      // Before its first drawing, which follows.
+      this.fill();
     } else {
+      this.plot.series.forEach((one, i) => i && (one.dash = DASHES[this.dashes.get(one.label) ?? 0]));
       this.plot.setData(data, !this.zoomed);
       if (this.zoomed) this.plot.redraw();
     }
+    for (const [name, dash] of this.dashes) this.swatches.get(name).dataset.dash = String(dash);
     this.read(null);
+  }
+
+  // Fills the intervals: all if they are few, else that of the name pointed at.
+  fill() {
+    const among = this.series.filter((one) => one.low && !this.hidden.has(one.name)).length;
+    this.plot.delBand(null);
+    let filled = 0;
+    this.plot.series.forEach(({ label }, i) => {
+      // The bounds of an interval are two lines, the upper one first.
+      if (this.plot.series[i].kind !== "high" || this.hidden.has(label) || (among > MOST_BANDS && label !== this.pointed)) return;
+      this.plot.addBand({ series: [i, i + 1], fill: `${this.paint(label)}26` });
+      filled += 1;
+    });
+    this.element.dataset.bands = String(filled);
+  }
+
+  point(name) {
+    this.pointed = name;
+    if (!this.plot || !this.series.some((one) => one.low)) return;
+    this.fill();
+    this.plot.redraw();
+  }
+
+  // The colour of a series, for a canvas.
+  paint(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue(this.colours.get(name)).trim();
   }
 
   dense() {
@@ -223,22 +313,22 @@ export class Chart {
     // Charts over time show counts of waiting and running turns.
     const counts = (_, __, most) => [0, Math.max(4, most * 1.1)];
     const log = look.log && !time && !this.range;
-    const bands = lines.flatMap((line, i) => (line.kind === "high" ? [{ series: [i + 1, i + 2], fill: `${colour(line.name)}26` }] : []));
     return {
       ...this.size(),
-      scales: { x: { time }, y: this.range ? { range: this.range } : time ? { range: counts } : log ? { distr: 3 } : {} },
+      scales: { x: { time }, y: this.range ? { range: this.range } : time ? { range: counts } : log ? { distr: 3 } : { range: valueRange } },
       axes: [across, { ...axis, size: 52, ...(time ? { incrs: WHOLE } : {}) }],
-      bands,
       legend: { show: false },
       series: [
         { label: this.x },
         ...lines.map((line) => ({
           label: line.name,
+          kind: line.kind,
+          dash: DASHES[this.dashes.get(line.name) ?? 0],
           show: !this.hidden.has(line.name),
-          stroke: line.kind === "line" ? colour(line.name) : line.kind === "raw" ? `${colour(line.name)}50` : "transparent",
+          stroke: line.kind === "line" ? this.paint(line.name) : line.kind === "raw" ? `${this.paint(line.name)}50` : "transparent",
           width: line.kind === "line" && !this.dense() ? 2 : 1,
           spanGaps: this.spans,
-          points: { show: (_, __, first, last) => line.kind === "line" && last - first < MARKED_POINTS, filter: line.kind === "line" ? isolated : undefined, size: 5, fill: colour(line.name) },
+          points: { show: (_, __, first, last) => line.kind === "line" && last - first < MARKED_POINTS, filter: line.kind === "line" ? isolated : undefined, size: 5, fill: this.paint(line.name) },
         })),
       ],
       cursor: { points: { size: 6 } },
@@ -251,11 +341,15 @@ export class Chart {
 
   drawLegend() {
     this.values = new Map();
+    this.swatches = new Map();
     this.legend.replaceChildren(
       ...this.series.map(({ name }) => {
         const value = el("span", { class: "value" });
         this.values.set(name, value);
-        return el("button", { type: "button", "aria-pressed": String(!this.hidden.has(name)), title: "Show or hide", onclick: (event) => this.toggle(name, event.currentTarget) }, el("i", { class: "swatch", "--swatch": colour(name), "aria-hidden": "true" }), name, " ", value);
+        const swatch = el("i", { class: "swatch", "--swatch": `var(${this.colours.get(name)})`, "aria-hidden": "true" });
+        this.swatches.set(name, swatch);
+        const on = { onclick: (event) => this.toggle(name, event.currentTarget), onpointerenter: () => this.point(name), onpointerleave: () => this.point(null), onfocus: () => this.point(name), onblur: () => this.point(null) };
+        return el("button", { type: "button", "aria-pressed": String(!this.hidden.has(name)), title: "Show or hide", ...on }, swatch, name, " ", value);
       }),
     );
   }
@@ -266,6 +360,8 @@ export class Chart {
     else this.hidden.delete(name);
     button.setAttribute("aria-pressed", String(!hide));
     this.plot.series.forEach((one, i) => i && one.label === name && this.plot.setSeries(i, { show: !hide }));
+    this.fill();
+    this.redraw();
   }
 
   // Shows the values at an index of the x axis; null: the newest of each series.

@@ -1,5 +1,6 @@
 // The state of the cluster: services, devices, engines, policies, functions.
-import { api, byId, colour, el, number } from "./dom.js";
+import { named } from "./colours.js";
+import { api, byId, el, number } from "./dom.js";
 
 const cell = (value) => el("td", {}, value ?? "–");
 const pill = (state) => el("span", { class: `pill ${state}` }, state);
@@ -67,7 +68,7 @@ export function drawEngines(engines, jobId) {
         "tr",
         { title: engine.message || `${engine.kind} ${engine.device_class}`.trim() },
         cell(engine.engine_id),
-        el("td", { "--c": colour(engine.policy) }, engine.policy),
+        el("td", {}, ...named(engine.policy)),
         el("td", {}, pill(engine.state)),
         cell(engine.version === null ? "–" : `@${engine.version}`),
         cell(String(engine.running)),
@@ -108,7 +109,7 @@ export function drawPolicies(job, bindings) {
     return el(
       "tr",
       {},
-      cell(policy),
+      el("td", {}, ...named(policy)),
       cell(`@${version}`),
       cell(doing),
       cell(metric("staleness/mean")),
@@ -152,7 +153,7 @@ function functionRow(one) {
   return el(
     "tr",
     { title: spec.description || spec.entrypoint },
-    el("td", { "--c": colour(short) }, `${short}@${spec.version}`),
+    el("td", {}, `${short}@${spec.version}`),
     ...cells.map((text) => el("td", {}, text)),
     el("td", {}, curve(one)),
   );

@@ -1,80 +1,7 @@
-// Comparisons: evaluations over the versions of a job's policies, and jobs with one another.
+// Jobs laid over one another: the curves of a metric, and the differences of their specifications.
 import { Chart, MetricTable, curves } from "./charts.js";
-import { api, byId, changed, colour, el, inBrackets, number } from "./dom.js";
-
-// --- evaluations over versions ------------------------------------------------------------------
-
-const SCORE = /^(evaluation|evaluations\/[\w-]+)\/(pass@\d+|maj@\d+|team\/mean|reward\/[\w-]+\/mean)$/;
-const SHORT = /^evaluations?\/((?:[\w-]+\/)?(?:(?:pass|maj)@\d+|team(?=\/mean)|reward\/[\w-]+(?=\/mean)))(?:\/mean)?$/;
-const chart = new Chart(byId("chart-evaluation"), { spans: true });
-const MOST_ROWS = 50;
-
-// Returns whether a metric is shown among evaluations.
-export const ofEvaluations = (name) => SHORT.test(name.replace(/\/(low|high)$/, "")) || /^evaluations?\/(?:[\w-]+\/)?version\//.test(name);
-
-// table: the metrics of evaluations; spec: the job's specification, null until it is known.
-export function drawEvaluations(table, spec) {
-  const series = table.series(SHORT).map((one) => {
-    const bounds = table.columns.has(`${one.metric}/low`);
-    return bounds ? { ...one, low: table.column(`${one.metric}/low`), high: table.column(`${one.metric}/high`) } : one;
-  });
-  byId("evaluation-card").hidden = !series.length;
-  chart.draw(table.steps, series);
-  const sets = new Map();
-  for (const name of table.columns.keys()) {
-    const found = name.match(SCORE);
-    if (found) sets.set(found[1], [...(sets.get(found[1]) ?? []), found[2]]);
-  }
-  if (!changed(byId("evaluations"), [table.steps.length, table.steps.at(-1), [...sets], spec?.checkpoint?.best])) return;
-  byId("evaluations").replaceChildren(...[...sets].sort().map(([prefix, scores]) => evaluationTable(table, prefix, scores, spec?.checkpoint?.best)));
-}
-
-function evaluationTable(table, prefix, scores, kept) {
-  const order = (name) => [name.startsWith("pass") ? 0 : name.startsWith("maj") ? 1 : name.startsWith("team") ? 2 : 3, Number(name.match(/@(\d+)/)?.[1] ?? 0)];
-  scores.sort((a, b) => order(a)[0] - order(b)[0] || order(a)[1] - order(b)[1] || a.localeCompare(b));
-  const columns = scores.map((name) => {
-    const metric = `${prefix}/${name}`;
-    const values = table.column(metric);
-    const least = kept?.metric === metric && kept.mode === "min";
-    let best = -1;
-    values.forEach((value, i) => {
-      if (value !== null && (best < 0 || (least ? value < values[best] : value > values[best]))) best = i;
-    });
-    return { name, metric, values, best, low: table.columns.get(`${metric}/low`), high: table.columns.get(`${metric}/high`) };
-  });
-  const versions = [...table.columns.keys()].filter((name) => name.startsWith(`${prefix}/version/`)).sort();
-  const rows = [];
-  let older = 0;
-  for (let i = table.steps.length - 1; i >= 0; i -= 1) {
-    if (columns.every((one) => one.values[i] === null)) continue;
-    if (rows.length >= MOST_ROWS && !columns.some((one) => one.best === i)) {
-      older += 1;
-      continue;
-    }
-    const of = versions.map((name) => [name.split("/").at(-1), table.column(name)[i]]).filter(([, version]) => version !== null);
-    const cells = columns.map((one) => score(one, i));
-    const bests = columns.some((one) => one.best === i);
-    rows.push(el("tr", { class: bests ? "best" : "" }, el("th", { scope: "row" }, String(table.steps[i])), el("td", {}, of.map(([policy, version]) => `${policy}@${version}`).join(" ") || "–"), ...cells));
-  }
-  const title = prefix === "evaluation" ? "held-out tasks" : prefix.split("/")[1];
-  const head = columns.map((one) => el("th", { scope: "col" }, one.name.replace("/mean", ""), one.metric === kept?.metric ? el("small", {}, " keeps the best checkpoint") : null));
-  return el(
-    "div",
-    {},
-    el("h3", {}, title),
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Evaluations of ${title}` }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "after step"), el("th", { scope: "col" }, "versions"), ...head)), el("tbody", {}, ...rows))),
-    older ? el("p", { class: "muted" }, `${older} older ones are in the chart.`) : null,
-  );
-}
-
-function score(one, i) {
-  const value = one.values[i];
-  if (value === null || value === undefined) return el("td", {}, "–");
-  const sure = one.low?.[i] === undefined || one.low[i] === null ? null : el("small", {}, ` ${inBrackets(one.low[i], one.high[i])}`);
-  return el("td", {}, one.best === i ? el("strong", {}, number(value), " ", el("span", { class: "pill on" }, "best")) : number(value), sure);
-}
-
-// --- jobs ------------------------------------------------------------------------------------------
+import { assign, named } from "./colours.js";
+import { api, byId, changed, el, number } from "./dom.js";
 
 const MOST_SHOWN = 300;
 const jobsChart = new Chart(byId("chart-compare"), { spans: true });
@@ -99,8 +26,7 @@ export function drawJobChoice(jobs, current) {
         "label",
         {},
         el("input", { type: "checkbox", value: job.job_id, checked: chosen.has(job.job_id) ? "" : null, onchange: (event) => choose(job.job_id, event.target.checked) }),
-        el("i", { class: "swatch", "--swatch": colour(job.job_id), "aria-hidden": "true" }),
-        job.job_id,
+        ...(chosen.has(job.job_id) ? named(job.job_id, assign(chosen)) : [job.job_id]),
         " ",
         el("span", { class: `pill ${job.state}` }, job.state),
       )),
@@ -165,6 +91,8 @@ function drawCurves(ids) {
     const at = new Map(table.steps.map((step, i) => [step, values[i]]));
     return { name: id, values: steps.map((step) => at.get(step) ?? null) };
   });
+  // In the order of choice: a further job changes no colour.
+  jobsChart.among = assign(ids);
   jobsChart.draw(steps, series);
   byId("compare-values").tBodies[0].replaceChildren(
     ...found.map(([id, table]) => {
@@ -172,7 +100,7 @@ function drawCurves(ids) {
       const job = known.find((one) => one.job_id === id);
       let [least, most] = [Infinity, -Infinity];
       for (const value of values) [least, most] = [Math.min(least, value), Math.max(most, value)];
-      return el("tr", {}, el("th", { scope: "row" }, id), ...[job?.state ?? "–", String(table.steps.at(-1)), number(values.at(-1)), number(least), number(most)].map((text) => el("td", {}, text)));
+      return el("tr", {}, el("th", { scope: "row" }, ...named(id, jobsChart.among)), ...[job?.state ?? "–", String(table.steps.at(-1)), number(values.at(-1)), number(least), number(most)].map((text) => el("td", {}, text)));
     }),
   );
 }

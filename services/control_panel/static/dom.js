@@ -26,15 +26,6 @@ export function changed(node, data) {
   return true;
 }
 
-const PALETTE = ["#4c8dff", "#f2934a", "#3fb68b", "#c678dd", "#e05c6b", "#56b6c2", "#b5973b", "#8a94a6"];
-const colours = new Map();
-
-// The same agent or policy has the same colour everywhere.
-export function colour(name) {
-  if (!colours.has(name)) colours.set(name, PALETTE[colours.size % PALETTE.length]);
-  return colours.get(name);
-}
-
 export function number(value, digits = 3) {
   if (value === undefined || value === null || Number.isNaN(value)) return "–";
   if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
@@ -67,24 +58,37 @@ export function advice(message, remedy) {
   return `${message}${/[.!?]$/.test(message) ? "" : "."} ${remedy}`;
 }
 
-let asked = false;
+// Without a session only the form for the token shows; with one the page reloads.
+function signIn() {
+  if (document.body.classList.contains("signed-out")) return;
+  document.body.classList.add("signed-out");
+  const form = byId("sign-in");
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const problem = byId("sign-in-problem");
+    problem.textContent = "";
+    try {
+      const headers = { "content-type": "application/json" };
+      const reply = await fetch("/session", { method: "POST", headers, body: JSON.stringify({ token: form.elements.token.value.trim() }) });
+      if (reply.ok) return location.reload();
+      problem.textContent = reply.status === 401 ? "This is not the cluster's token." : `The panel answered ${reply.status}: try again.`;
+    } catch {
+      problem.textContent = "The panel is away: try again.";
+    }
+    form.elements.token.select();
+  });
+  form.elements.token.focus();
+}
 
-// Ask for the token once; with a session the page reloads.
-async function signIn() {
-  if (asked) return;
-  asked = true;
-  const token = prompt("This cluster needs its token (TROUPE_TOKEN), or open the link that `troupe status` prints:");
-  if (!token) return;
-  const headers = { "content-type": "application/json" };
-  const reply = await fetch("/session", { method: "POST", headers, body: JSON.stringify({ token }) });
-  if (reply.ok) location.reload();
-  else toast("This is not the cluster's token.");
+async function asked(path, options) {
+  const reply = await fetch(path, options);
+  if (reply.status === 401) signIn();
+  return reply;
 }
 
 // A call of the REST interface. Throws an Error whose message names field and remedy, with `kind`.
 export async function api(path, options = {}) {
-  const reply = await fetch(path, options);
-  if (reply.status === 401) signIn();
+  const reply = await asked(path, options);
   const body = await reply.json();
   if (!reply.ok) {
     const field = body.field ? `${body.field}${body.value ? ` = ${body.value}` : ""}: ` : "";
@@ -97,7 +101,7 @@ export async function api(path, options = {}) {
 
 // The items of a page of a list, and the token of the next page: "" when there is none.
 export async function apiPage(path) {
-  const reply = await fetch(path);
+  const reply = await asked(path);
   const body = await reply.json();
   if (!reply.ok) throw new Error(advice(body.detail ?? reply.statusText, body.remedy));
   const next = reply.headers.get("link")?.match(/<([^>]+)>; rel="next"/)?.[1];

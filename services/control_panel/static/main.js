@@ -1,13 +1,14 @@
 // Wires the page to the REST interface: one stream for the cluster, one for the chosen job.
 import { Chart, MetricTable, chartControls, curves, redrawCharts } from "./charts.js";
 import { drawDevices, drawEngines, drawFunctions, drawPolicies, drawServices, drawSettings } from "./cluster.js";
-import { compareJobs, drawEvaluations, drawJobChoice, ofEvaluations } from "./compare.js";
+import { setCast } from "./colours.js";
+import { compareJobs, drawJobChoice } from "./compare.js";
 import { advice, api, apiPage, byId, changed, duration, el, inBrackets, number, toast } from "./dom.js";
+import { drawEvaluations, evaluationTiles, ofEvaluations } from "./evaluations.js";
 import { openForm } from "./form.js";
 import { planFor } from "./plan.js";
 import { drawPopulation } from "./population.js";
-import { audit, drawSamples } from "./samples.js";
-import { Viewer } from "./trajectories.js";
+import { Viewer, audit, drawSamples } from "./trajectories.js";
 
 const TERMINAL = ["succeeded", "failed", "cancelled"];
 const QUEUE_POINTS = 240;
@@ -64,7 +65,8 @@ function refresh() {
   if (view() === "cluster") drawFunctions().catch(ignore);
   if (view() === "compare") compareJobs().catch((error) => (byId("compare-problem").textContent = error.message));
   if (!chosen) return;
-  if (view() === "conversations") {
+  // Colours of agents need the specification.
+  if (view() === "conversations" && spec) {
     viewer.refresh(chosen).catch(ignore);
     drawSamples(chosen, job?.state === "succeeded").catch(ignore);
   }
@@ -124,17 +126,6 @@ function drawGaps() {
   byId("gaps").textContent = told.length ? `gaps: steps without an update (${told.join(", ")})` : "";
 }
 
-// Returns the newest held-out value of the score that `before` and `after` call `name`, and its interval.
-function heldOut(name) {
-  const named = /^(?!reward\/)[^/]+\//.test(name); // of a named evaluation: gsm8k/pass@1
-  const mean = /(^|\/)reward\/[^/]+$/.test(name) ? `${name}/mean` : name.replace(/team_success$/, "team/mean");
-  const metric = `${named ? "evaluations" : "evaluation"}/${mean}`;
-  if (name in job.after) return [job.after[name], job.after_intervals[name]];
-  if (!(metric in job.metrics)) return [job.before[name], job.before_intervals[name]];
-  const [low, high] = ["low", "high"].map((end) => job.metrics[`${metric}/${end}`]);
-  return [job.metrics[metric], low === undefined ? undefined : { low, high }];
-}
-
 const withInterval = ([value, bounds]) =>
   el("span", { class: "score" }, number(value), bounds ? el("small", {}, ` ${inBrackets(bounds.low, bounds.high)}`) : null);
 
@@ -145,12 +136,7 @@ function drawTiles() {
     ["tokens/s", number(m["rollout/tokens_per_second"])],
     ["seconds/step", number(m["step/seconds"])],
   ];
-  for (const [name, value] of Object.entries(job.before)) {
-    const first = [value, job.before_intervals[name]];
-    const newest = heldOut(name);
-    const label = `held-out ${name.replace("_", " ")}`;
-    tiles.push(newest[0] === value ? [label, [first]] : [label, [first, newest], newest[0] - value]);
-  }
+  tiles.push(...evaluationTiles(job, spec?.checkpoint?.best));
   if (!changed(byId("tiles"), tiles)) return;
   byId("tiles").replaceChildren(
     ...tiles.map(([label, value, extra]) =>
@@ -215,6 +201,7 @@ function choose(id) {
   evaluations = new MetricTable();
   job = null;
   spec = null;
+  setCast(null);
   byId("log").replaceChildren();
   const query = new URLSearchParams(location.search);
   query.set("job", id);
@@ -223,6 +210,7 @@ function choose(id) {
   api(`/api/jobs/${encodeURIComponent(id)}`).then((found) => {
     if (id !== chosen) return;
     spec = JSON.parse(found.spec);
+    setCast(spec);
     job ??= found;
     drawJob();
     drawCharts();
@@ -310,14 +298,16 @@ function drawJobs(newest, nextPage) {
 function drawQueue(cluster) {
   const engines = cluster.engines.filter((engine) => engine.job_id === chosen);
   const values = { "in flight": cluster.in_flight[chosen] ?? 0 };
+  const of = { "in flight": "" };
   for (const engine of engines) {
     values[`${engine.policy} waiting`] = (values[`${engine.policy} waiting`] ?? 0) + engine.waiting;
     values[`${engine.policy} running`] = (values[`${engine.policy} running`] ?? 0) + engine.running;
   }
+  for (const policy of Object.keys(spec?.policies ?? {})) for (const doing of ["waiting", "running"]) of[`${policy} ${doing}`] = policy;
   queue.push({ x: Date.now() / 1000, values });
   queue = queue.slice(-QUEUE_POINTS);
   const names = [...new Set(queue.flatMap((row) => Object.keys(row.values)))];
-  charts.queue.draw(queue.map((row) => row.x), names.map((name) => ({ name, values: queue.map((row) => row.values[name] ?? null) })));
+  charts.queue.draw(queue.map((row) => row.x), names.map((name) => ({ name, of: of[name], values: queue.map((row) => row.values[name] ?? null) })));
 }
 
 function live(text, on) {

@@ -1,5 +1,6 @@
 // The planner: devices by sliders, the best split of them for a job, and a picture of one step.
-import { api, byId, colour, el, number } from "./dom.js";
+import { besideCast, colour } from "./colours.js";
+import { api, byId, el, number } from "./dom.js";
 
 const GB = 2 ** 30;
 const form = byId("plan-form");
@@ -74,17 +75,19 @@ function draw(found) {
   ])));
   byId("plan-others").tBodies[0].replaceChildren(...found.others.map((one) => row([
     number(one.seconds_per_step),
+    `+${percent(one.seconds_per_step / best.seconds_per_step - 1)}`,
     one.engine_devices,
     one.training_devices,
     Object.entries(one.policies).map(([name, p]) => `${name} ${p.replicas}x${p.tensor_parallel}`).join(", "),
+    Object.entries(one.policies).filter(([, p]) => p.gang).map(([name, p]) => `${name} ${p.gang}`).join(", ") || "–",
     percent(one.engines_busy),
     percent(one.trainers_busy),
     one.bottleneck,
   ])));
   byId("plan-set").textContent = found.set.map((one) => `--set ${one}`).join("\n");
   const origins = (title, lines) => lines.map((line) => el("li", {}, `${title}: ${line}`));
-  byId("plan-origins").replaceChildren(...origins("measured", found.measured), ...origins("assumed", found.assumed));
-  drawPicture(found.picture);
+  byId("plan-origins").replaceChildren(...origins("assumed", found.assumed), ...origins("measured", found.measured));
+  drawPicture(found.picture, best.seconds_per_step);
 }
 
 function moreText(found) {
@@ -97,11 +100,14 @@ function moreText(found) {
 const row = (cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, String(cell))));
 
 // One lane per engine and trainer; its busy times are bars in the colours of policies.
-function drawPicture(picture) {
+function drawPicture(picture, mean) {
   const policies = [...new Set(picture.lanes.flatMap((lane) => lane.busy.map(([policy]) => policy)))].sort();
+  const among = besideCast(policies);
+  const steps = picture.ends.length;
+  byId("plan-steps").textContent = steps > 1 ? `${steps} steps` : "One step";
   byId("plan-legend").replaceChildren(
-    `${number(picture.seconds)} s `,
-    ...policies.map((name) => el("span", { class: "lane-key", style: { "--lane": colour(name) } }, name)),
+    `${number(picture.seconds)} s, ${number(mean)} s per step `,
+    ...policies.map((name) => el("span", { class: "lane-key", style: { "--lane": colour(name, among) } }, name)),
     picture.hidden_lanes ? ` ${picture.hidden_lanes} more lanes are not drawn` : "",
   );
   const part = (seconds) => `${(100 * seconds) / picture.seconds}%`;
@@ -109,10 +115,10 @@ function drawPicture(picture) {
     const busy = lane.busy.reduce((sum, [, began, end]) => sum + end - began, 0);
     const bars = lane.busy.map(([policy, began, end]) => el("i", {
       title: `${policy}: ${number(began)} to ${number(end)} s`,
-      style: { left: part(began), width: part(end - began), "--lane": colour(policy) },
+      style: { left: part(began), width: part(end - began), "--lane": colour(policy, among) },
     }));
     const name = lane.lane.startsWith(lane.kind) ? lane.lane : `${lane.kind} ${lane.lane}`;
     const label = `${name}: busy ${percent(Math.min(1, busy / picture.seconds))}`;
-    return el("div", { class: "lane" }, el("span", {}, name), el("div", { class: "bars", role: "img", "aria-label": label }, ...bars));
+    return el("div", { class: "lane" }, el("span", {}, name), el("div", { class: "bars", role: "img", "aria-label": label }, ...bars, ...picture.ends.slice(0, -1).map((at) => el("b", { title: "a step ends", style: { left: part(at) } }))));
   }));
 }

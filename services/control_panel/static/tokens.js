@@ -1,17 +1,31 @@
 // Replies with their tokens, coloured by values that the trainer and the engine recorded for each.
 // A reply is shown as text; the tokens of a part are built when the part comes into view, so that
 // a reply of 32,000 tokens scrolls like a short one.
-import { byId, colour, el, number } from "./dom.js";
+import { byId, el, number } from "./dom.js";
 
 const PART = 500;
 
-// By name: the value of token i, and its colour's position in [-1, 1].
+// By measure: where a value lies on the scale, from -1 to 1, and what stands at places of the scale.
 const SCALES = {
-  advantage: { said: "advantage: red below 0, green above; strongest at this conversation's largest value", at: (value, most) => value / (most.advantage || 1) },
-  logprob: { said: "log-prob under the engine that drew it: stronger colour, less likely (full at -5)", at: (value) => Math.max(-1, value / 5) },
-  ratio: { said: "ratio of the trainer's probability to the engine's: red below 1, green above (full at 1/2 and 2)", at: (value) => Math.max(-1, Math.min(1, Math.log2(value))) },
-  version: { said: "version of the policy that drew it" },
+  advantage: { said: "advantage", at: (value, over) => value / (over.advantage || 1), marks: ({ advantage }) => [[-1, number(-advantage)], [0, "0"], [1, `+${number(advantage)}`]] },
+  logprob: { said: "log-prob under the engine that drew the token", at: (value) => Math.max(-1, value / 5), marks: () => [[-1, "-5 or less"], [0, "0 (certain)"]] },
+  ratio: { said: "trainer's probability over the engine's", at: (value) => Math.max(-1, Math.min(1, Math.log2(value))), marks: () => [[-1, "1/2 or less"], [0, "1"], [1, "2 or more"]] },
+  version: {
+    said: "version of the policy that drew the token",
+    at: (value, { oldest, newest }) => (newest > oldest ? (2 * (value - oldest)) / (newest - oldest) - 1 : 0),
+    marks: ({ oldest, newest }) => (newest > oldest ? [[-1, `@${oldest}`], [1, `@${newest}`]] : [[0, `all @${newest}`]]),
+  },
 };
+
+// The colour at a place of the scale: none in the middle.
+const shade = (place) => `color-mix(in srgb, var(${place < 0 ? "--low" : "--high"}) ${Math.round(60 * Math.abs(place))}%, transparent)`;
+
+// A bar with the colours between the first and the last mark, and the marks below it.
+function legend(said, marks) {
+  const bar = el("span", { class: "scale", "aria-hidden": "true" });
+  bar.style.background = `linear-gradient(90deg, ${(marks.length > 1 ? marks.flatMap(([place], i) => (i && marks[i - 1][0] * place < 0 ? [0, place] : [place])) : [0, 0]).map(shade).join(", ")})`;
+  return el("span", { class: "token-scale" }, el("span", {}, said), el("span", { class: "scale-box" }, bar, el("span", { class: "scale-marks" }, ...marks.map(([, text]) => el("span", {}, text)))));
+}
 
 export class TokenView {
   constructor() {
@@ -25,8 +39,9 @@ export class TokenView {
   clear() {
     this.observer.disconnect();
     this.parts.clear();
-    this.most = {};
-    byId("token-legend").textContent = "";
+    this.over = { advantage: 0, oldest: Infinity, newest: -Infinity };
+    this.state = null;
+    byId("token-legend").replaceChildren();
   }
 
   // The bubble of a reply. Without tokens it is its text.
@@ -45,7 +60,13 @@ export class TokenView {
 
   // All bubbles are in the page.
   ready(summary, turns) {
-    for (const turn of turns) for (const value of turn.tokens?.advantages ?? []) this.most.advantage = Math.max(this.most.advantage ?? 0, Math.abs(value));
+    for (const turn of turns) {
+      for (const value of turn.tokens?.advantages ?? []) this.over.advantage = Math.max(this.over.advantage, Math.abs(value));
+      for (const { version } of turn.versions) {
+        this.over.oldest = Math.min(this.over.oldest, version);
+        this.over.newest = Math.max(this.over.newest, version);
+      }
+    }
     this.kept = turns.some((turn) => turn.tokens?.texts.length);
     this.trained = turns.some((turn) => turn.tokens?.advantages.length);
     this.state = summary;
@@ -55,11 +76,12 @@ export class TokenView {
 
   explain() {
     const by = byId("token-colour").value;
+    // While tokens are coloured, their bubbles are not.
+    byId("conversation").dataset.colouring = by;
     let text = "";
     if (this.state && !this.kept) text = "Tokens of this conversation are not kept. They are kept for the first trajectories of one query per step, and for each evaluation's first queries.";
     else if (this.state && (by === "advantage" || by === "ratio") && !this.trained) text = `No ${by}s: ${this.state.evaluation ? "an evaluation is not trained on" : "the trainer has not reported these tokens (yet); a frozen policy has none"}.`;
-    else if (by) text = SCALES[by].said;
-    byId("token-legend").textContent = text;
+    byId("token-legend").replaceChildren(text || (by && this.state ? legend(SCALES[by].said, SCALES[by].marks(this.over)) : ""));
   }
 
   recolour() {
@@ -86,12 +108,7 @@ export class TokenView {
     for (let i = start; i < end; i += 1) {
       const value = { advantage: tokens.advantages[i], logprob: tokens.logprobs[i], ratio: tokens.ratios[i], version: versionOf(turn, i) };
       const span = el("span", { class: "token", title: told(tokens.ids[i], value, turn.policy) }, tokens.texts[i]);
-      if (by === "version") {
-        if (value.version !== undefined) span.style.backgroundColor = `color-mix(in srgb, ${colour(`version ${value.version % 8}`)} 35%, transparent)`;
-      } else if (by && value[by] !== undefined) {
-        const strength = SCALES[by].at(value[by], this.most);
-        span.style.backgroundColor = `color-mix(in srgb, var(${strength < 0 ? "--low" : "--high"}) ${Math.round(60 * Math.abs(strength))}%, transparent)`;
-      }
+      if (by && value[by] !== undefined) span.style.backgroundColor = shade(SCALES[by].at(value[by], this.over));
       found.push(span);
     }
     return found;

@@ -169,11 +169,11 @@ def _show(spec: JobSpec, found: JobPlan, hosts: int, changes: list[str], console
             highlight=False,
             soft_wrap=True,
         )
-    if found.others:
+    if others_of := _plans().alternatives(found):
         others = Table(title=f"Next best of {found.considered} that fit", title_justify="left")
         for column in ("s/step", "split", "engines busy", "trainers busy", "waits for"):
             others.add_column(column, justify="right" if column == "s/step" else "left")
-        for one_of in found.others[:4]:
+        for one_of in others_of[:4]:
             others.add_row(
                 f"{one_of.means.seconds:.1f}",
                 f"{_where(one_of, hosts)}: {_short(one_of)}",
