@@ -179,6 +179,52 @@ async def test_a_name_has_one_colour_everywhere_and_after_a_reload(
 
 @pytest.mark.slow
 @needs_chromium
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (400, "dark")])
+async def test_updates_are_small_charts_over_steps_or_the_wall_clock(
+    panel: Panel, tmp_path: Path, width: int, scheme: str
+) -> None:
+    from playwright.async_api import expect
+
+    job_id = await panel.submit()
+    await panel.orchestrator.move(job_id, common_pb.JOB_STATE_STARTING, common_pb.JOB_STATE_RUNNING)
+    names = ("entropy", "kl", "clip_fraction", "response_length__mean", "grad_norm")
+    for step in (1, 2, 3):
+        values = {f"big__{name}": step / 4 for name in names} | {"step__seconds": 30.0 * step}
+        values["evaluation__pass@1"] = step / 8
+        await panel.orchestrator.step(job_id, step, **values)
+    size = {"width": width, "height": 1300}
+    async with opened(viewport=size, color_scheme=scheme) as (page, faults):
+        await page.goto(panel.url)
+        cards = page.locator("#multiples [data-metric]:visible")
+        await expect(cards).to_have_count(len(names))
+        kl = page.locator("#multiples [data-metric=kl]")
+        await expect(kl.locator(".legend")).to_contain_text("big 0.75")
+        boxes = [await cards.nth(i).bounding_box() for i in range(len(names))]
+        for one, other in itertools.combinations(boxes, 2):
+            assert one is not None
+            assert other is not None
+            beside = one["x"] + one["width"] <= other["x"]
+            assert beside or one["y"] + one["height"] <= other["y"]
+        await page.select_option("#x-axis", "clock")
+        for _ in range(2):
+            for within in ("#multiples [data-metric=kl]", "article:has(> #chart-evaluation)"):
+                plot = page.locator(f"{within} .plot")
+                await plot.focus()
+                await plot.press("Home")
+                await plot.press("ArrowRight")
+                said = page.locator(f"{within} .unseen")
+                await expect(said).to_contain_text("step 2 after 1m 30s: ")
+            # The axis is kept in the browser.
+            await pictured(page, tmp_path, f"multiples-{width}-{scheme}")
+            await page.reload()
+            await expect(page.locator("#x-axis")).to_have_value("clock")
+            await expect(kl.locator(".legend")).to_contain_text("big 0.75")
+        assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert faults == []
+
+
+@pytest.mark.slow
+@needs_chromium
 async def test_colours_follow_from_names_and_the_axis_of_zeros_ends_at_one(panel: Panel) -> None:
     async with opened() as (page, _):
         await page.goto(panel.url)

@@ -1,6 +1,6 @@
 // Metrics by step as columns, and line charts of them over uPlot.
 import { TEAM, besideCast, variable } from "./colours.js";
-import { api, byId, el, number } from "./dom.js";
+import { api, byId, duration, el, number } from "./dom.js";
 
 // The values of a job's metrics: one column per metric over steps that ascend.
 export class MetricTable {
@@ -59,6 +59,14 @@ export class MetricTable {
     return low;
   }
 
+  // The seconds of all steps until the end of each of `steps`, by the metric `name`; null without it.
+  secondsAt(name, steps = this.steps) {
+    if (!this.columns.has(name)) return null;
+    const sums = [0];
+    for (const value of this.column(name)) sums.push(sums.at(-1) + (value ?? 0));
+    return steps.map((step) => sums[this.place(step + 1)]);
+  }
+
   // A metric's values, null where a step has none.
   column(name) {
     const column = this.columns.get(name) ?? [];
@@ -93,23 +101,26 @@ export async function* curves(job, names, after = -1) {
 
 // The style of all charts over steps; kept in the browser.
 const LOOK = "troupe-charts";
-export const look = { smoothing: 0, log: false, ...JSON.parse(localStorage.getItem(LOOK) ?? "{}") };
+export const look = { smoothing: 0, log: false, clock: false, ...JSON.parse(localStorage.getItem(LOOK) ?? "{}") };
 const charts = new Set();
 
-// Wires the controls of smoothing and of the logarithmic axis.
+// Wires the controls of smoothing and of the axes.
 export function chartControls() {
-  const [smoothing, log, shown] = [byId("smoothing"), byId("log-axis"), byId("smoothing-value")];
+  const [smoothing, log, shown, across] = [byId("smoothing"), byId("log-axis"), byId("smoothing-value"), byId("x-axis")];
   smoothing.value = look.smoothing;
   log.checked = look.log;
+  across.value = look.clock ? "clock" : "step";
   const take = () => {
     look.smoothing = Number(smoothing.value);
     look.log = log.checked;
+    look.clock = across.value === "clock";
     shown.textContent = look.smoothing ? look.smoothing.toFixed(2) : "off";
     localStorage.setItem(LOOK, JSON.stringify(look));
     redrawCharts();
   };
   smoothing.addEventListener("input", take);
   log.addEventListener("change", take);
+  across.addEventListener("change", take);
   take();
 }
 
@@ -131,6 +142,8 @@ export function smoothed(values, weight) {
 }
 
 const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+// Of the wall clock, from seconds to months.
+const CLOCK = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 432000, 864000, 2592000];
 const SECONDS = [1, 5, 10, 30, 60, 120, 300, 600];
 const MARKED_POINTS = 60;
 // With more points than this a line is a pixel wide: wider lines hide the noise, and take most of the
@@ -212,10 +225,10 @@ export class Chart {
     return { width: Math.max(120, this.area.clientWidth), height: Math.max(80, this.area.clientHeight) };
   }
 
-  // xs ascend; series: [{name, values, low, high, of, folded}], low and high being bounds of an interval, of:
+  // xs ascend; seconds: what to draw over instead while the axis is the wall clock; series: [{name, values, low, high, of, folded}], low and high being bounds of an interval, of:
   // the name whose colour it has ("": none), by default its own. folded: hidden until its name is chosen.
-  draw(xs, series) {
-    this.xs = xs;
+  draw(xs, series, seconds = null) {
+    [this.counted, this.seconds] = [xs, seconds];
     this.series = series;
     this.element.dataset.points = String(xs.length);
     this.redraw();
@@ -223,7 +236,9 @@ export class Chart {
 
   redraw() {
     // A hidden chart is drawn once it becomes visible.
-    if (!this.element.offsetParent) return;
+    if (!this.counted || !this.element.offsetParent) return;
+    this.clock = look.clock && this.seconds !== null;
+    this.xs = this.clock ? this.seconds : this.counted;
     const lines = this.lines();
     const data = [this.xs, ...lines.map((line) => line.values)];
     const style = getComputedStyle(document.documentElement);
@@ -239,7 +254,7 @@ export class Chart {
     const shown = this.series.filter((one) => !this.hidden.has(one.name));
     const numbers = dashes(shown, shown.map((one) => this.colours.get(one.name)));
     this.dashes = new Map(shown.map((one, i) => [one.name, numbers[i]]));
-    const key = JSON.stringify([lines.map((line) => [line.name, line.kind]), [...this.colours.values()], look.log, style.getPropertyValue("--muted"), this.range, this.dense()]);
+    const key = JSON.stringify([lines.map((line) => [line.name, line.kind]), [...this.colours.values()], look.log, this.clock, style.getPropertyValue("--muted"), this.range, this.dense()]);
     if (!this.plot || key !== this.key) {
       this.plot?.destroy();
       this.key = key;
@@ -309,7 +324,7 @@ export class Chart {
     };
     const time = this.x === "time";
     const clock = (_, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString());
-    const across = time ? { ...axis, size: 30, incrs: SECONDS, space: 90, values: clock } : { ...axis, size: 30, incrs: WHOLE };
+    const across = time ? { ...axis, size: 30, incrs: SECONDS, space: 90, values: clock } : this.clock ? { ...axis, size: 30, incrs: CLOCK, space: 70, values: (_, ticks) => ticks.map(duration) } : { ...axis, size: 30, incrs: WHOLE };
     // Charts over time show counts of waiting and running turns.
     const counts = (_, __, most) => [0, Math.max(4, most * 1.1)];
     const log = look.log && !time && !this.range;
@@ -393,7 +408,7 @@ export class Chart {
       event.preventDefault();
       const to = Math.max(0, Math.min(last, moves[event.key]));
       this.plot.setCursor({ left: this.plot.valToPos(this.xs[to], "x"), top: 10 });
-      this.said.textContent = `${this.x} ${this.x === "time" ? new Date(this.xs[to] * 1000).toLocaleTimeString() : this.xs[to]}: ${this.read(to).join(", ")}`;
+      this.said.textContent = `${this.x} ${this.x === "time" ? new Date(this.xs[to] * 1000).toLocaleTimeString() : this.counted[to]}${this.clock ? ` after ${duration(this.xs[to])}` : ""}: ${this.read(to).join(", ")}`;
     }
   }
 }

@@ -71,8 +71,8 @@ export function evaluationTiles(job, kept) {
 // Returns whether a metric is shown among evaluations.
 export const ofEvaluations = (name) => SHORT.test(name.replace(/\/(low|high)$/, "")) || /^evaluations?\/(?:[\w-]+\/)?version\//.test(name);
 
-// table: the metrics of evaluations; spec: the job's specification, null until it is known.
-export function drawEvaluations(table, spec) {
+// table: the metrics of evaluations; seconds: on the wall clock, of each of its steps; spec: the job's specification, null until it is known.
+export function drawEvaluations(table, seconds, spec) {
   const kept = spec?.checkpoint?.best;
   const scores = inOrder(table.series(SHORT).map((one) => ({ ...one, ...partsOf(one.name) })), kept);
   const series = scores.map((one) => {
@@ -82,7 +82,7 @@ export function drawEvaluations(table, spec) {
     return { name: spoken(one), values: one.values, of, folded: scores.length > MOST_LINES && !one.headline, ...bounds };
   });
   byId("evaluation-card").hidden = !series.length;
-  chart.draw(table.steps, series);
+  chart.draw(table.steps, series, seconds);
   const sets = new Map();
   for (const name of table.columns.keys()) {
     const found = name.match(SCORE);

@@ -17,9 +17,23 @@ const DRAW_MS = 200;
 const REWARD = /^(?:reward\/)?((?!reward\b|eval\b|staleness\b)[\w-]+)\/mean$/;
 const THROUGHPUT = /^rollout\/(tokens_per_second)$/;
 const LOSS = /^([\w-]+)\/loss\/policy$/;
-const NORM = /^([\w-]+)\/grad_norm$/;
+const SECONDS = "step/seconds";
+// Of a policy's updates, each with a small chart: metric, title, unit or explanation.
+const MULTIPLES = [
+  ["entropy", "Entropy", "nats per token"],
+  ["kl", "KL", "to the reference policy"],
+  ["k3_kl", "Mismatch KL", "to the policy that sampled"],
+  ["clip_fraction", "Clip fraction", "of tokens"],
+  ["response_length/mean", "Response length", "tokens, mean"],
+  ["grad_norm", "Gradient norm", ""],
+].map(([metric, title, about]) => {
+  const place = el("div", { class: "chart" });
+  const card = el("article", { class: "card", "data-metric": metric }, el("h2", {}, `${title} `, el("small", {}, about)), place);
+  byId("multiples").append(card);
+  return { pattern: new RegExp(`^([\\w-]+)/${metric}$`), card, chart: new Chart(place) };
+});
 const IDLE = ["skipped", "samples", "no_signal"];
-const drawnOf = (name) => [REWARD, THROUGHPUT, LOSS, NORM].some((pattern) => pattern.test(name)) || IDLE.includes(name.split("/").at(-1)) || ofEvaluations(name);
+const drawnOf = (name) => [REWARD, THROUGHPUT, LOSS, ...MULTIPLES.map((one) => one.pattern)].some((pattern) => pattern.test(name)) || name === SECONDS || IDLE.includes(name.split("/").at(-1)) || ofEvaluations(name);
 // Metrics of this many recent steps come with the stream; the drawn ones of earlier steps come as columns.
 const RECENT = 64;
 
@@ -28,7 +42,6 @@ const charts = {
   throughput: new Chart(byId("chart-throughput")),
   queue: new Chart(byId("chart-queue"), { x: "time" }),
   loss: new Chart(byId("chart-loss")),
-  grad: new Chart(byId("chart-grad")),
 };
 const viewer = new Viewer();
 let chosen = new URLSearchParams(location.search).get("job");
@@ -88,8 +101,9 @@ function drawNow() {
   drawing = false;
   if (view() === "run") {
     const began = performance.now();
-    charts.reward.draw(training.steps, training.series(REWARD));
-    charts.throughput.draw(training.steps, training.series(THROUGHPUT));
+    const seconds = training.secondsAt(SECONDS);
+    charts.reward.draw(training.steps, training.series(REWARD), seconds);
+    charts.throughput.draw(training.steps, training.series(THROUGHPUT), seconds);
     performance.measure("troupe-charts", { start: began });
     // In a separate frame: drawing everything at once would block the page.
     requestAnimationFrame(drawOthers);
@@ -98,9 +112,14 @@ function drawNow() {
 
 function drawOthers() {
   const began = performance.now();
-  charts.loss.draw(training.steps, training.series(LOSS).map(withGaps));
-  charts.grad.draw(training.steps, training.series(NORM).map(withGaps));
-  drawEvaluations(evaluations, spec);
+  const seconds = training.secondsAt(SECONDS);
+  charts.loss.draw(training.steps, training.series(LOSS).map(withGaps), seconds);
+  for (const { pattern, card, chart } of MULTIPLES) {
+    const series = training.series(pattern).map(withGaps);
+    card.hidden = !series.length;
+    chart.draw(training.steps, series, seconds);
+  }
+  drawEvaluations(evaluations, training.secondsAt(SECONDS, evaluations.steps), spec);
   drawGaps();
   performance.measure("troupe-charts", { start: began });
   drawn = performance.now();
