@@ -448,7 +448,8 @@ class TrainerWorker:
         """Build the heartbeat that is sent to the orchestrator every second."""
         statuses = self.bindings.statuses()
         busy = [
-            f"{status.policy}: {common_pb.BindingState.Name(status.state)[14:].lower()} "
+            f"{status.job_id}/{status.policy}: "
+            f"{common_pb.BindingState.Name(status.state)[14:].lower()} "
             f"step {status.step}, {status.samples} samples"
             for status in statuses
             if status.state not in (common_pb.BINDING_STATE_IDLE, common_pb.BINDING_STATE_SUSPENDED)

@@ -10,7 +10,17 @@ from troupe.v1 import common_pb2 as common_pb
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
-VIEWS = ["#run", "#conversations", "#compare", "#population", "#cluster", "#new", "#plan", "docs"]
+VIEWS = [
+    "#run",
+    "#conversations",
+    "#compare",
+    "#jobs",
+    "#population",
+    "#cluster",
+    "#new",
+    "#plan",
+    "docs",
+]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

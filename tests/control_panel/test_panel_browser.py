@@ -67,6 +67,7 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel) -> None:
         )
         await page.click("[href='#cluster']")
         await expect(page.locator("#services")).to_contain_text("reward")
+        await expect(page.locator("#services .service", has_text="r0")).to_contain_text("for job")
 
         # What functions do, hold, and gain from cores.
         row = page.locator("#functions tbody tr")
@@ -253,6 +254,37 @@ async def test_jobs_are_compared(panel: Panel) -> None:
         # The address can be shared.
         await page.reload()
         await expect(page.locator("#compare-values tbody tr")).to_have_count(2)
+        assert faults == []
+
+
+async def test_jobs_are_sorted_filtered_and_deleted(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    for name, reward in (("one", 0.5), ("two", 0.75), ("three", 0.25)):
+        await panel.http.post("/api/jobs", params={"job_id": name}, content=SPEC, headers=YAML)
+        await run_steps(panel, name, 1, reward__mean=reward)
+    await panel.orchestrator.move("two", common_pb.JOB_STATE_SUCCEEDED)
+    async with opened(viewport={"width": 1400, "height": 900}) as (page, faults):
+        page.on("dialog", lambda dialog: asyncio.ensure_future(dialog.accept()))
+        await page.goto(f"{panel.url}/?job=two#jobs")
+        names = page.locator("#jobs tbody th")
+        await expect(names).to_have_count(3)
+        await page.click("#jobs thead button:text('last reward')")
+        await expect(names).to_have_text(["two", "one", "three"])
+        await page.click("#jobs thead button:text('last reward')")
+        await expect(names).to_have_text(["three", "one", "two"])
+        await page.fill("#jobs-filter", "succeeded")
+        await expect(names).to_have_text(["two"])
+        # Only what has ended can be deleted; the page of the deleted job begins anew.
+        await page.fill("#jobs-filter", "")
+        await expect(page.locator("#jobs .danger")).to_have_count(1)
+        await page.click("#jobs .danger")
+        await expect(page.locator("#jobs tbody tr")).to_have_count(2)
+        await expect(page.locator("#job-select")).not_to_have_value("two")
+        assert [one.job_id for one in panel.orchestrator.requests("ForgetJob")] == ["two"]
+        await page.click("#jobs tbody button:text-is('one')")
+        await expect(page.locator("#job-select")).to_have_value("one")
+        assert page.url.endswith("#run")
         assert faults == []
 
 

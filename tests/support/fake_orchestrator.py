@@ -200,6 +200,13 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         await self._move(request.job_id, context, S.JOB_STATE_CANCELLING, S.JOB_STATE_CANCELLED)
         return orchestrator_pb.CancelJobResponse(job=self.jobs[request.job_id])
 
+    async def ForgetJob(
+        self, request: orchestrator_pb.ForgetJobRequest, context: Any
+    ) -> orchestrator_pb.ForgetJobResponse:
+        await self._note("ForgetJob", request, context)
+        await self._job(request.job_id, context)
+        return orchestrator_pb.ForgetJobResponse(job=self.jobs.pop(request.job_id))
+
     async def ListVersions(
         self, request: orchestrator_pb.ListVersionsRequest, context: Any
     ) -> orchestrator_pb.ListVersionsResponse:
@@ -296,7 +303,8 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         reply.workers.add(
             worker_id="r0", kind=orchestrator_pb.WORKER_KIND_ROLLOUT, alive=True, doing="rolls"
         )
-        reply.engines.add(engine_id="e0", policy="solver", state=common_pb.ENGINE_STATE_HEALTHY)
+        engine = reply.engines.add(engine_id="e0", policy="solver", worker_id="r0", job_id="job")
+        engine.state = common_pb.ENGINE_STATE_HEALTHY
         reply.bindings.add(policy="solver", state=common_pb.BINDING_STATE_IDLE)
         reply.services.add(name="reward", serving=True)
         return reply

@@ -207,7 +207,7 @@ function isolated(plot, index, show) {
 export class Chart {
   // x: "step" or another whole number, or "time". spans: lines bridge steps without a value.
   constructor(element, { x = "step", range, spans = false } = {}) {
-    Object.assign(this, { element, x, range, spans, plot: null, key: "", xs: [], series: [], hidden: new Set(), known: new Set(), zoomed: false });
+    Object.assign(this, { element, x, range, spans, plot: null, key: "", xs: [], counted: [], seconds: null, series: [], hidden: new Set(), known: new Set(), zoomed: false });
     // The colours' numbers by name; null: those of the chosen job's cast, and the free ones.
     this.among = null;
     // Whose interval is filled where there are too many.
@@ -236,7 +236,7 @@ export class Chart {
 
   redraw() {
     // A hidden chart is drawn once it becomes visible.
-    if (!this.counted || !this.element.offsetParent) return;
+    if (!this.element.offsetParent) return;
     this.clock = look.clock && this.seconds !== null;
     this.xs = this.clock ? this.seconds : this.counted;
     const lines = this.lines();

@@ -6,6 +6,7 @@ import { compareJobs, drawJobChoice } from "./compare.js";
 import { advice, api, apiPage, byId, changed, duration, el, inBrackets, number, toast } from "./dom.js";
 import { drawEvaluations, evaluationTiles, ofEvaluations } from "./evaluations.js";
 import { openForm } from "./form.js";
+import { drawJobTable } from "./jobs.js";
 import { planFor } from "./plan.js";
 import { drawPopulation } from "./population.js";
 import { Viewer, audit, drawSamples } from "./trajectories.js";
@@ -312,6 +313,12 @@ function drawJobs(newest, nextPage) {
   else if (chosen && !stream) choose(chosen);
   job = jobs.find((item) => item.job_id === chosen) ?? job;
   if (view() === "compare") drawJobChoice(jobs, chosen);
+  if (view() === "jobs") drawJobTable(jobs, showJob);
+}
+
+function showJob(id) {
+  location.hash = "#run";
+  choose(id);
 }
 
 function drawQueue(cluster) {
@@ -393,9 +400,13 @@ byId("plan-form").addEventListener("submit", (event) => {
 });
 byId("submit-copy").addEventListener("click", () => openForm(spec));
 addEventListener("submitted", (event) => {
-  location.hash = "#run";
-  choose(event.detail);
+  showJob(event.detail);
   toast(`submitted ${event.detail}`);
+});
+addEventListener("forgotten", (event) => {
+  older = older.filter((item) => item.job_id !== event.detail);
+  // The page of a deleted job begins anew, with the newest job.
+  if (event.detail === chosen) location.replace("/#jobs");
 });
 // Single keys, outside of input fields.
 addEventListener("keydown", (event) => {
