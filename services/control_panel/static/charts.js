@@ -225,8 +225,9 @@ export class Chart {
     return { width: Math.max(120, this.area.clientWidth), height: Math.max(80, this.area.clientHeight) };
   }
 
-  // xs ascend; seconds: what to draw over instead while the axis is the wall clock; series: [{name, values, low, high, of, folded}], low and high being bounds of an interval, of:
-  // the name whose colour it has ("": none), by default its own. folded: hidden until its name is chosen.
+  // xs ascend; seconds: the places on the wall clock, null where there is none.
+  // series: [{name, values, low, high, of, folded}]; low, high: bounds of an interval; of: the name
+  // whose colour it has ("": none), by default its own; folded: hidden until its name is chosen.
   draw(xs, series, seconds = null) {
     [this.counted, this.seconds] = [xs, seconds];
     this.series = series;
