@@ -82,9 +82,10 @@ asyncio.run(cell())
 
 
 def test_an_interrupt_pauses_the_job_and_stops_the_cluster(project: Project) -> None:
-    ending = "try:\n    go(steps=60)\nexcept KeyboardInterrupt:\n    print('interrupted')"
+    # So many steps that it cannot end before the signal arrives.
+    ending = "try:\n    go(steps=5000)\nexcept KeyboardInterrupt:\n    print('interrupted')"
     process = start(project, ending)
-    read_until(process, r"^step 2/60")
+    read_until(process, r"^step 2/5000")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (0, "")
