@@ -38,7 +38,7 @@ from troupe.transfer import Transfer
 RANKS = (2, 4)
 _SAMPLE_SECONDS = 0.005
 _BLOCK_BYTES = 16 << 20
-# Number of loads, of which the fastest counts.
+# Number of loads; the fastest one counts.
 _LOADS = 3
 # Unit of `st_blocks`.
 _DISK_BLOCK_BYTES = 512

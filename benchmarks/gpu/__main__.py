@@ -1,4 +1,4 @@
-"""Everything that a GPU is needed for, part by part, each of which tells as it ends.
+"""Benchmarks that need a GPU, part by part; each part reports when it ends.
 
     python -m benchmarks.gpu acceptance [--minutes 12] [--json]
     python -m benchmarks.gpu figures [--minutes 120] [--json] [--only PART ...]

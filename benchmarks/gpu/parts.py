@@ -1,6 +1,6 @@
-"""Parts of the GPU benchmarks: processes with deadlines, of which none can stop the next one.
+"""Parts of the GPU benchmarks: processes with deadlines; a failing one never stops the next one.
 
-A part is a module that prints JSON objects, of which the last counts: one that is ended early has
+A part is a module that prints JSON objects; the last one counts: one that is ended early has
 said what it knew. One with `problems` (by name) failed although it has figures.
 """
 

@@ -261,7 +261,7 @@ async def train(
 
 
 def main() -> None:
-    """Train, and print lines of JSON, of which the last has all figures."""
+    """Train, and print lines of JSON; the last one has all figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", choices=["split", "colocated"], required=True)
     parser.add_argument("--kill", action="store_true", help="kill a server after the first step")

@@ -298,18 +298,15 @@ class RedisClient:
     async def _send(self, commands: Sequence[Command]) -> list[Any]:
         """Return the replies to a pipeline; an error reply is returned as an exception."""
         async with self._slots, asyncio.timeout(self._timeout):
-            return await self._exchange(commands)
-
-    async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
-        if len(commands) == 1:
-            try:
-                return [await self._redis.execute_command(*commands[0])]
-            except exceptions.ResponseError as error:
-                return [error]
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            return list(await pipeline.execute(raise_on_error=False))
+            if len(commands) == 1:
+                try:
+                    return [await self._redis.execute_command(*commands[0])]
+                except exceptions.ResponseError as error:
+                    return [error]
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return list(await pipeline.execute(raise_on_error=False))
 
     async def _load_scripts(self) -> None:
         """Load the scripts into every server (SCRIPT LOAD)."""

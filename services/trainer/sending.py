@@ -183,7 +183,7 @@ class Receiver:
 
 
 class SendingRound:
-    """One version on its way to the servers of a wave; each bucket is made once.
+    """The transfer of one version to all servers of a wave; each bucket is made once.
 
     `send` blocks, in one thread; the other methods are called in any thread, whenever a rollout
     service has said something.

@@ -582,7 +582,7 @@ class UpdatingEngine:
     turns: int = 0
     """In flight on it."""
     together: bool = False
-    """It loads from the trainer's device, which sends to all such engines at once."""
+    """Whether it loads from the trainer's device, which sends to all such engines at once."""
 
 
 def next_wave(engines: Sequence[UpdatingEngine], *, overlapping: bool = True) -> tuple[str, ...]:

@@ -246,8 +246,8 @@ class _RowsOfExperts(torch.autograd.Function):
 
 
 class _RowsOfTokens(torch.autograd.Function):
-    """What all ranks' experts made of this rank's tokens, [T, k, D], from what this rank's experts
-    made of all ranks' tokens, [m, D]."""
+    """Outputs of all ranks' experts for this rank's tokens, [T, k, D], exchanged for the outputs of
+    this rank's experts for all ranks' tokens, [m, D]."""
 
     @staticmethod
     def forward(ctx: Any, results: torch.Tensor, routes: _Routes) -> torch.Tensor:

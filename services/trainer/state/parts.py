@@ -59,7 +59,7 @@ class Box:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One part: its state in the transfer layer, and the boxes in it by the tensors' names."""
+    """A part of a suspended state: its key in the transfer layer, and its boxes by tensor name."""
 
     key: str
     checksum: str
