@@ -45,9 +45,9 @@ async def test_the_first_of_a_group_are_trained(cluster: Cluster, mode: str) -> 
         assert row.values["redundancy/kept_turns"] == 2
         assert row.values["redundancy/cancelled_turns"] == 0
         assert row.values["redundancy/cancelled_seconds"] > 0
+    # A member whose end the store told before its worker did may be cancelled too, in vain.
     aborted = {one for call in rollout.abort_calls for one in call.trajectory_ids}
-    assert len(aborted) == 6
-    assert all(one.endswith("-t1") for one in aborted)
+    assert len([one for one in aborted if one.endswith("-t1")]) == 6
     assert {call.reason for call in rollout.abort_calls} == {"redundant"}
     tables = (await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))).tables
     assert dict(tables.trajectories_by_state) == {"COMPLETED": 12, "FAILED": 6, "ABORTED": 6}
