@@ -236,10 +236,9 @@ class StagedRow(NamedTuple):
         return self.raw_row[self.names :]
 
     @staticmethod
-    def of(sample: store_pb.Sample, raw_row: RawRow | None = None) -> StagedRow:
-        """Return the row of `sample`; `raw_row`: its serialization, where that is known."""
-        if raw_row is None:
-            raw_row = sample.SerializeToString()
+    def of(sample: store_pb.Sample, raw_row: RawRow, own_tokens: int) -> StagedRow:
+        """Return the row of `sample`. `raw_row`: its serialization; `own_tokens`: its tokens
+        without those of its stem."""
         names = store_pb.Sample(
             sample_id=sample.sample_id,
             policy=sample.policy,
@@ -257,7 +256,7 @@ class StagedRow(NamedTuple):
             sample.sample_id,
             sample.policy,
             raw_row,
-            shared + sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape),
+            shared + own_tokens,
             sample.turn,
             sample.agent,
             sample.group_id,

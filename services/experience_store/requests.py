@@ -356,23 +356,26 @@ def _check_value(field: str, column: store_pb.Column) -> None:
             )
 
 
-def check_vector(field: str, tensor: common_pb.Tensor, *dtypes: common_pb.Dtype.ValueType) -> None:
-    """Check for a tensor of one dimension, of one of these dtypes, whose size matches its shape."""
-    if tensor.dtype not in dtypes or len(tensor.shape) != 1:
+def check_vector(field: str, tensor: common_pb.Tensor, *dtypes: common_pb.Dtype.ValueType) -> int:
+    """Check for a tensor of one dimension, of one of these dtypes, whose size matches its shape.
+    Returns the number of its elements."""
+    dtype, shape = tensor.dtype, tensor.shape
+    if dtype not in dtypes or len(shape) != 1:
         raise InvalidArgument(
             f"must be {' or '.join(map(common_pb.Dtype.Name, dtypes))} of one dimension",
             field=field,
-            value=f"{enum_name(common_pb.Dtype, tensor.dtype)}{list(tensor.shape)}",
+            value=f"{enum_name(common_pb.Dtype, dtype)}{list(shape)}",
         )
-    size = tensor.shape[0] * tensors.ITEM_BYTES[tensor.dtype]
-    if len(tensor.data) != size:
-        raise InvalidArgument(
-            f"has {len(tensor.data)} bytes, its shape says {size}",
-            field=field,
-        )
+    elements: int = shape[0]
+    size = elements * tensors.ITEM_BYTES[dtype]
+    # Each access to `data` copies it.
+    found = len(tensor.data)
+    if found != size:
+        raise InvalidArgument(f"has {found} bytes, its shape says {size}", field=field)
+    return elements
 
 
-def check_size(field: str, size: int) -> None:
+def check_size(field: str | None, size: int) -> None:
     """Check the size of a row."""
     if size > ROW_BYTES:
         raise InvalidArgument(

@@ -72,7 +72,13 @@ def check_append(
     seen: set[str] = set()
     rows: list[StagedRow] = []
     for index, raw_row in enumerate(raw_rows):
-        row = _read(f"samples[{index}]", request, raw_row)
+        try:
+            row = _read(request, raw_row)
+        except InvalidArgument as error:
+            # Not passed down, since formatting it would cost as much as the checks of a good row.
+            place = f"samples[{index}]"
+            error.field = place if error.field is None else f"{place}.{error.field}"
+            raise
         if row.sample in seen:
             raise InvalidArgument(
                 "occurs twice", field=f"samples[{index}].sample_id", value=row.sample
@@ -106,52 +112,46 @@ def _check_stem(field: str, row: StagedRow, before: Sequence[StagedRow]) -> None
     )
 
 
-def _read(field: str, request: store_pb.AppendTrajectoryRequest, raw_row: RawRow) -> StagedRow:
-    """Parse the row in `raw_row`. Raises `InvalidArgument` with the faulty field."""
+def _read(request: store_pb.AppendTrajectoryRequest, raw_row: RawRow) -> StagedRow:
+    """Parse and check the row in `raw_row`. Raises `InvalidArgument`; its field is within the
+    row."""
+    sample = store_pb.Sample()
     try:
-        sample = store_pb.Sample.FromString(bytes(raw_row))
+        # It takes views, too, though its types do not say so.
+        sample.ParseFromString(raw_row)  # type: ignore[arg-type]
     except DecodeError as error:
-        raise InvalidArgument(f"is not a Sample: {error}", field=field) from error
-    row = StagedRow.of(sample, raw_row)
-    _check_sample(field, request, sample, row)
-    return row
+        raise InvalidArgument(f"is not a Sample: {error}") from error
+    _check_ids(request, sample)
+    for span in sample.versions:
+        check_not_negative("versions", span.version)
+    if sample.HasField("reward"):
+        check_reward("reward", sample.reward)
+    prompt = check_vector("prompt_ids", sample.prompt_ids, *tensors.ID_DTYPES)
+    response = check_vector("response_ids", sample.response_ids, *tensors.ID_DTYPES)
+    logprobs = check_vector("logprobs", sample.logprobs, common_pb.DTYPE_FLOAT32)
+    if logprobs != response:
+        raise InvalidArgument(
+            f"must have one value per response token ({response})", field="logprobs", value=logprobs
+        )
+    check_columns("columns", sample.columns)
+    if sample.payloads:
+        check_payloads("payloads", sample)
+    check_size(None, len(raw_row))
+    return StagedRow.of(sample, raw_row, prompt + response)
 
 
-def _check_sample(
-    field: str, request: store_pb.AppendTrajectoryRequest, sample: store_pb.Sample, row: StagedRow
-) -> None:
+def _check_ids(request: store_pb.AppendTrajectoryRequest, sample: store_pb.Sample) -> None:
+    query, trajectory = request.query_id, request.trajectory_id
     for name, ours, theirs in (
-        ("query_id", sample.query_id, request.query_id),
-        ("trajectory_id", sample.trajectory_id, request.trajectory_id),
-        (
-            "sample_id",
-            sample.sample_id,
-            f"{request.query_id}_{sample.turn}_{request.trajectory_id}",
-        ),
+        ("query_id", sample.query_id, query),
+        ("trajectory_id", sample.trajectory_id, trajectory),
+        ("sample_id", sample.sample_id, f"{query}_{sample.turn}_{trajectory}"),
     ):
         if ours != theirs:
-            raise InvalidArgument(
-                f"must be {theirs}", field=f"{field}.{name}", value=printable(ours)
-            )
-    check_id(f"{field}.sample_id", sample.sample_id)
-    check_id(f"{field}.group_id", sample.group_id)
-    check_id(f"{field}.agent", sample.agent)
-    for span in sample.versions:
-        check_not_negative(f"{field}.versions", span.version)
-    if sample.HasField("reward"):
-        check_reward(f"{field}.reward", sample.reward)
-    check_vector(f"{field}.prompt_ids", sample.prompt_ids, *tensors.ID_DTYPES)
-    check_vector(f"{field}.response_ids", sample.response_ids, *tensors.ID_DTYPES)
-    check_vector(f"{field}.logprobs", sample.logprobs, common_pb.DTYPE_FLOAT32)
-    if sample.logprobs.shape != sample.response_ids.shape:
-        raise InvalidArgument(
-            f"must have one value per response token ({sample.response_ids.shape[0]})",
-            field=f"{field}.logprobs",
-            value=sample.logprobs.shape[0],
-        )
-    check_columns(f"{field}.columns", sample.columns)
-    check_payloads(f"{field}.payloads", sample)
-    check_size(field, len(row.raw_row))
+            raise InvalidArgument(f"must be {theirs}", field=name, value=printable(ours))
+    check_id("sample_id", sample.sample_id)
+    check_id("group_id", sample.group_id)
+    check_id("agent", sample.agent)
 
 
 T = TypeVar("T")

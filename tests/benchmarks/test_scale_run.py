@@ -24,8 +24,8 @@ def test_a_quick_run_measures_every_service() -> None:
     assert cost["total"] == pytest.approx(sum(cost[name] for name in services), abs=0.01)
     assert 0 < cost["engines"] < cost["rollout"]
     assert 0 < found["orchestrator_share"] < 1
-    # The unit is four bytes per id and per log-prob. Half of the tokens have a log-prob, and the ids
-    # of a small vocabulary take two bytes at most: each token is sent once, none twice.
+    # The unit is four bytes per id and per log-prob; an id of a small vocabulary takes two bytes at
+    # most. So each token is sent once, and none twice.
     assert 0.5 < found["bytes_over_unique"] < 1
     assert found["growth_2000_to_8000"] == 1
     assert found["stall_ms"].keys() == services - {"redis"}

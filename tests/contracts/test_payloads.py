@@ -13,11 +13,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.experience_store.records import StagedRow
 from services.experience_store.requests import check_payloads
 from services.rollout.engines.errors import BadTurn
 from services.rollout.engines.factory import engine_class_of
-from tests.support.experience import make_sample
+from tests.support.experience import make_sample, staged_row
 from tests.support.scripted_engine import Script, ScriptedEngine
 from tests.support.training import make_spec
 from tests.workflow.stage import make_chat
@@ -131,7 +130,7 @@ def test_a_sample_without_payloads_has_the_same_bytes_as_ever() -> None:
     sent = sample.SerializeToString()
     assert hashlib.sha256(sent).hexdigest() == PLAIN
     add_payloads(sample, (PlacedPayload(PICTURE, 0, 1),), no_ref)
-    row = StagedRow.of(sample)
+    row = staged_row(sample)
     assert row.stored == sample.SerializeToString()[row.names :]
     del sample.payloads[:]
     assert sample.SerializeToString() == sent

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.experience_store.workload import GROUP_SIZE, Shape, make_row
 from services.experience_store.log import Log
-from services.experience_store.records import PolicyKeys, StagedRow
+from services.experience_store.records import PolicyKeys
 from services.experience_store.store import Store
-from tests.support.experience import Stage, make_stage
+from tests.support.experience import Stage, make_stage, staged_row
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -29,7 +29,7 @@ def lua_hash(text: bytes) -> int:
 def test_records_of_a_step_do_not_fall_into_few_buckets_of_lua() -> None:
     shape = Shape(2, 32, 8)
     records = {
-        StagedRow.of(make_row(shape, query, trajectory, turn)).record(())
+        staged_row(make_row(shape, query, trajectory, turn)).record(())
         for query, trajectory in shape.trajectories(0)
         for turn in range(shape.turns)
     }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.experience_store.records import SampleRecord, StagedRow
 from services.experience_store.server import WriteBatch, check_append
-from tests.support.experience import make_sample
+from tests.support.experience import make_sample, staged_row
 from troupe import tensors
 from troupe.prefixes import key_of
 from troupe.rpc import InvalidArgument
@@ -104,7 +104,7 @@ def test_a_row_is_stored_without_its_names_and_restored_from_its_record(
     if reordered:  # as another writer may serialize it
         first = store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
         raw_row = raw_row.removeprefix(first) + first
-    row = StagedRow.of(sample, raw_row)
+    row = staged_row(sample, raw_row)
     assert_restorable(row, sample, accepted=False)
     if not reordered:
         stored = store_pb.Sample.FromString(bytes(row.stored))

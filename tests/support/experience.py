@@ -63,6 +63,12 @@ def make_sample(
     return sample
 
 
+def staged_row(sample: store_pb.Sample, raw_row: bytes | None = None) -> StagedRow:
+    """Return the row that the store would stage, without the store's checks."""
+    tokens = sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape)
+    return StagedRow.of(sample, raw_row or sample.SerializeToString(), tokens)
+
+
 @dataclass
 class Stage:
     """One job of a store, with the calls that tests make, shortened."""
@@ -139,7 +145,7 @@ class Stage:
     ) -> bool:
         """End a trajectory; whether this ending won."""
         ending = Ending(state, attempt or new_id("append"), query, reason, solved=solved)
-        rows = [StagedRow.of(sample) for sample in samples]
+        rows = [staged_row(sample) for sample in samples]
         append = Append(self.job, self.step, trajectory, ending, rows)
         (result,) = await self.store.trajectories.append_each([append])
         if isinstance(result, TroupeError):
