@@ -21,8 +21,8 @@ version was published and loaded (files in shared memory, and this process's own
 trainer and rollout service; not what servers hold), per byte of it. `paused_fraction`: of the
 update (publishing to verified), in which one engine generated nothing. `four_over_one`: seconds of
 an update of four engines over those of one. They are of the largest paced size, `real` of servers.
-`gathers_per_version` (paced): how often the ranks of a gang gather a version that is published, and
-that three servers load from the trainer's device (`benchmarks.transfer.gathers`).
+`gathers_per_version` (paced): how often the ranks of a gang gather a version that is published,
+proved, and loaded by three servers from the trainer's device (`benchmarks.transfer.gathers`).
 `proof_on_trainer`: whether versions come with proofs that the trainer's device has computed
 (`benchmarks.transfer.proofs`).
 """

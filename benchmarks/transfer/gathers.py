@@ -114,8 +114,8 @@ class StandIn:
 
 
 async def gathers_per_version() -> int:
-    """Return how often the ranks of a gang gather a version that is published, and that three
-    servers load: the most of two versions."""
+    """Return how often the ranks of a gang gather a version that is published, proved, and loaded
+    by three servers: the most of two versions."""
     logs.configure("benchmark", "error", "console")
     with scratch() as place:
         settings = TrainerSettings(
@@ -146,7 +146,9 @@ async def _measure(worker: TrainerWorker, servers: list[StandIn], spec: JobSpec)
     order = gang.order
 
     def counted(name: str, *arguments: Any, **options: Any) -> Any:
-        orders[name] += 1
+        # A proof without a file of gathered tensors gathers every layer once more.
+        gathers = name == "gather" or (name == "prove" and "path" not in options)
+        orders["gather"] += gathers
         return order(name, *arguments, **options)
 
     gang.order = counted

@@ -6,12 +6,14 @@ worker uses: every call is an order to all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from safetensors.torch import load_file
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from services.chassis.transfer import HostTransfer
 from services.trainer.compute import gpu_memory
 from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, Loaded, encode_rows
-from services.trainer.gang.gathering import gathered, whole
+from services.trainer.gang.gathering import gathered, nbytes_of, whole
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.loading import (
     ShardedBase,
@@ -93,6 +95,8 @@ _WHOLE = "whole.safetensors"
 _WRITTEN_SECONDS = 0.2
 # Seconds between checks whether all hosts have a job's models and code.
 _PREPARE_SECONDS = 0.2
+# Orders after which the weights may be others.
+_CHANGING: Final = frozenset({"apply", "receive", "load", "resume", "open"})
 # Tensors that ranks gather.
 What: TypeAlias = Literal["published", "weights", "moments", "base"]
 
@@ -368,6 +372,18 @@ class RankLearner(Learner):
         else:
             gather(group, self.weights() if what == "weights" else self.moments(), path)
 
+    def prove_gathered(self, passage: Sequence[int], path: Path | None) -> Proof | None:
+        """Return, on the rank that has a `path`, the proof of the published tensors that were
+        gathered there. That rank computes alone, and the others wait."""
+        layout = self._trained.format.layout
+        # Each tensor is read at most twice.
+        with self._group.waiting_for(2 * sum(map(nbytes_of, layout.values()))):
+            proof = None
+            if path is not None:
+                proof = self._trained.proof_of(load_file(path), passage)
+            self._group.meet()
+            return proof
+
 
 class ShardedModel(TrainedModel):
     """A `TrainedModel` of which this rank holds a shard of every parameter."""
@@ -458,6 +474,14 @@ def _use_memory(shard: Any, data: torch.Tensor) -> None:
     shard.sharded_param._local_tensor = data.as_strided(local.size(), local.stride())
 
 
+class _Published(dict[str, torch.Tensor]):
+    """Gathered tensors, and the file that they are mapped from."""
+
+    def __init__(self, tensors: Tensors, path: Path) -> None:
+        super().__init__(tensors)
+        self.path = path
+
+
 class GangLearner(PolicyLearner[Row]):
     """A learner whose model is held by the ranks of a gang.
 
@@ -488,6 +512,8 @@ class GangLearner(PolicyLearner[Row]):
         self._size = spec.policies[policy].trainer.ranks
         self._submitted = submitted or spec.model_dump_json()
         self._reference: Path | None = None
+        # The last result of `published`, unless the weights have changed since.
+        self._published: weakref.ref[_Published] | None = None
         self._hosts = hosts
         gangs.check(policy, self._size, hosts)
         self._open()
@@ -583,11 +609,25 @@ class GangLearner(PolicyLearner[Row]):
 
     def published(self) -> Tensors:
         """Return the tensors that engines load, whole, in shared memory."""
-        return self._gathered("published")
+        with contextlib.ExitStack() as files:
+            path = files.enter_context(self._gang.file())
+            self._order("gather", what="published", path=str(path))
+            found = _Published(load_file(path), path)
+            # Ranks read the file for the proof as long as there are these tensors.
+            weakref.finalize(found, files.pop_all().close)
+        self._published = weakref.ref(found)
+        return found
 
     def proof(self, passage: Sequence[int], what: Proven = "published") -> Proof | None:
-        """See `PolicyLearner`. All ranks make the same pass, and gather each layer for it."""
-        found = self._order("prove", passage=list(passage), what=what).header["proof"]
+        """See `PolicyLearner`. While the caller keeps the last result of `published`, and the
+        weights are the same, rank 0 computes by these tensors. Otherwise, and for adapters, all
+        ranks make the same pass, and gather each layer once more."""
+        known = None if self._published is None else self._published()
+        where: dict[str, Any] = {}
+        if what == "published" and self.base is None and known is not None:
+            where["path"] = str(known.path)
+        answer = self._order("prove", passage=list(passage), what=what, **where)
+        found = answer.header["proof"]
         return None if found is None else Proof.of_text(found)
 
     def weights(self) -> Tensors:
@@ -731,6 +771,8 @@ class GangLearner(PolicyLearner[Row]):
     def _order(
         self, name: str, body: bytes = b"", stop: threading.Event | None = None, **header: Any
     ) -> Any:
+        if name in _CHANGING:
+            self._published = None
         return self._gang.order(name, body, stop, key=self._key, **header)
 
     def _hand_over(self, name: str, tensors: Mapping[str, torch.Tensor], **header: Any) -> None:

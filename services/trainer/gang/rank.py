@@ -204,7 +204,10 @@ class Rank:
                 stored = StoredParts.decode(order.body)
                 member.resume(self._transfer, stored, header["values"])
             case "prove":
-                proof = member.proof(header["passage"], header["what"])
+                if "path" in header:
+                    proof = member.prove_gathered(header["passage"], path)
+                else:
+                    proof = member.proof(header["passage"], header["what"])
                 return {"proof": None if proof is None else proof.to_text()}
             case _:
                 raise AssertionError(f"there is no order '{name}'")

@@ -110,6 +110,14 @@ class TrainedModel:
         served = adapted(base, content, exact=False)
         return self._prover.prove(adapted(base, content), passage, served=served)
 
+    def proof_of(
+        self, published: Mapping[str, torch.Tensor], passage: Sequence[int]
+    ) -> Proof | None:
+        """Return the proof of published tensors of the whole model, computed on the device."""
+        if not is_transformers(self.module):
+            return None
+        return self._prover.prove(self._prover.reference.arranged(published), passage)
+
     @functools.cached_property
     def _prover(self) -> Prover:
         return Prover(self.module.config, self.device)

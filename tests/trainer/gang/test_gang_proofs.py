@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from services.trainer.gang.gang import Gangs
+from services.trainer.gang.learner import GangLearner
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.settings import TrainerSettings
@@ -28,6 +30,19 @@ def gangs() -> Iterator[Gangs]:
     some = Gangs(settings)
     yield some
     some.close()
+
+
+def noted(gang: GangLearner, patch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Return the gang's orders from now on, and whether they name a file."""
+    orders: list[tuple[str, bool]] = []
+    order = gang._gang.order
+
+    def note(name: str, *arguments: Any, **options: Any) -> Any:
+        orders.append((name, "path" in options))
+        return order(name, *arguments, **options)
+
+    patch.setattr(gang._gang, "order", note)
+    return orders
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -62,6 +77,24 @@ def test_a_gang_proves_what_one_device_does(
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
             assert ours.allowed == pytest.approx(theirs.allowed, rel=0.5)
             theirs.check(ours.logprobs)
+        # With the gathered tensors at hand, nothing is gathered for the proof.
+        with pytest.MonkeyPatch.context() as patch:
+            orders = noted(gang, patch)
+            published = gang.published()
+            again, one_pass = gang.proof((), "published"), not lora
+            assert orders == [("gather", True), ("prove", one_pass)]
+            theirs = one.proof((), "published")
+            assert again is not None
+            assert theirs is not None
+            assert again.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         gang.accumulate(rows_of(gang_spec(tokenizer), 6, step))
         assert gang.apply(step).applied
+        if not lora:  # these tensors are not what is proved now
+            stale, new = again.logprobs, gang.proof((), "published")
+            assert new is not None
+            assert new.logprobs != pytest.approx(stale, abs=1e-5)
+            file = published.path  # type: ignore[attr-defined]
+            assert file.exists()
+            del published
+            assert not file.exists()
     gang.release()
