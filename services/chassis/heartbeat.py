@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -176,6 +177,7 @@ class Heartbeat:
         request.rss_bytes = request.rss_bytes or self._process.memory_info().rss
         request.host_id = request.host_id or host_id()
         request.node = request.node or self._settings.node
+        request.cpu.CopyFrom(host_cpu())
         return request
 
     def _channel(self) -> grpc.Channel:
@@ -208,3 +210,26 @@ def host_id() -> str:
     except OSError:  # not Linux
         boot = ""
     return f"{socket.gethostname()}/{boot}"
+
+
+def host_cpu(cgroup: Path = Path("/sys/fs/cgroup")) -> orchestrator_pb.HostCpu:
+    """Return the cores that this process may use, and how long they have computed in total: those
+    of a container's quota (cgroup v2, in `cgroup`), if that is smaller than its set of cores."""
+    allowed = os.sched_getaffinity(0)
+    now = time.monotonic()
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        cores = float(quota) / float(period)
+        used = dict(line.split() for line in (cgroup / "cpu.stat").read_text().splitlines())
+        if cores < len(allowed):
+            return orchestrator_pb.HostCpu(
+                cores=cores, busy_seconds=float(used["usage_usec"]) / 1e6, at=now
+            )
+    except (OSError, ValueError, KeyError, ZeroDivisionError):  # no quota
+        pass
+    times = psutil.cpu_times(percpu=True)
+    mine = [one for number, one in enumerate(times) if number in allowed]
+    # With cores offline, numbers and positions differ.
+    mine = mine if len(mine) == len(allowed) else times[: len(allowed)]
+    busy = sum(t.user + t.nice + t.system + t.irq + t.softirq + t.steal for t in mine)
+    return orchestrator_pb.HostCpu(cores=len(allowed), busy_seconds=busy, at=now)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from services.chassis.app import serve
-from services.chassis.heartbeat import Heartbeat, host_id
+from services.chassis.heartbeat import Heartbeat, host_cpu, host_id
 from services.chassis.settings import ServiceSettings
 from tests.support.waiting import PATIENCE, block_until, until
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
@@ -159,3 +162,24 @@ async def test_a_heartbeat_survives_the_orchestrator_s_absence(
             await beat.stop()
     assert caplog.text.count("orchestrator unreachable") == 1
     assert caplog.text.count("orchestrator reached") == 2
+
+
+def test_the_cpu_of_a_host_counts_what_its_cores_compute() -> None:
+    before = host_cpu(Path("/does/not/exist"))
+    assert before.cores == len(os.sched_getaffinity(0))
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    after = host_cpu(Path("/does/not/exist"))
+    assert after.busy_seconds - before.busy_seconds > 0.2
+    # The system counts in hundredths of a second.
+    assert after.busy_seconds - before.busy_seconds < before.cores * (after.at - before.at + 0.1)
+
+
+def test_the_cpu_of_a_container_is_its_quota(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "cpu.stat").write_text("usage_usec 7500000\nuser_usec 1\n")
+    found = host_cpu(tmp_path)
+    assert (found.cores, found.busy_seconds) == (0.5, 7.5)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert host_cpu(tmp_path).cores == len(os.sched_getaffinity(0))

@@ -175,3 +175,28 @@ def test_a_policy_alone_on_its_trainer_would_need_a_larger_gang() -> None:
     slow = [step(40.0, train=30.0)] * 4
     text = said_of(slow, mode="serial")
     assert "a gang of twice as many devices for `solver`" in text
+
+
+@pytest.mark.parametrize("missing", ["core", "device"])
+def test_an_engine_for_which_nothing_is_free_is_not_advised_but_named_as_the_bound(
+    missing: str,
+) -> None:
+    metrics = split_metrics(
+        [step(12.0)] * 4,
+        {"solver": SPEED},
+        mode="sync",
+        in_flight=32,
+        trainers=1,
+        lacking={"engine/solver": missing},
+    )
+    assert "split/gain/engine/solver" not in metrics
+    assert metrics[f"split/no_{missing}/engine/solver"] > 0.1
+    assert split_hint(metrics) == (
+        f"steps wait for the engines of `solver`, and no {missing} is free for more"
+    )
+
+
+def test_a_change_for_which_something_is_free_goes_before_one_for_which_nothing_is() -> None:
+    metrics = {"split/no_core/engine/solver": 0.4, "split/gain/trainer": 0.2}
+    assert "one more trainer worker would shorten" in split_hint(metrics)
+    assert not split_hint({"split/no_core/engine/solver": 0.0})

@@ -27,6 +27,8 @@ _FULL: Final = 0.999
 IDLE_TRAINERS: Final = "split/trainers_idle"
 IDLE_ENGINES: Final = "split/engines_idle"
 _GAIN: Final = "split/gain/"
+# Changes that would help, but find no free core or device, by what is missing.
+_LACKING: Final = {"core": "split/no_core/", "device": "split/no_device/"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +68,17 @@ def split_metrics(
     mode: str,
     in_flight: int,
     trainers: int,
+    lacking: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """Return the idle fractions of engines and trainers, and the fraction by which a step would be
     shorter with one more engine of each policy (`split/gain/engine/P`), one more trainer
     (`split/gain/trainer`), or a gang of twice as many devices (`split/gain/gang/P`); 0 if that is
     within noise.
 
-    `trainers`: devices of all trainer workers. Empty before `LEAST_STEPS` steps, and while a
-    policy's engines have no measurements.
+    `trainers`: devices of all trainer workers. `lacking`: changes for which the cluster has no free
+    "core" or "device" (`engine/P`, `trainer`, `gang/P`); their gains are `split/no_core/...` and
+    `split/no_device/...` instead. Empty before `LEAST_STEPS` steps, and while a policy's engines
+    have no measurements.
     """
     steps = list(steps)[-MOST_STEPS:]
     if len(steps) < LEAST_STEPS or any(name not in speeds for name in steps[-1].policies):
@@ -113,34 +118,53 @@ def split_metrics(
                 training = sum(one.train_seconds for one in wider.policies.values())
             found[f"{_GAIN}gang/{name}"] = _gain(mean, mode, trainers, training=training)
     least = max(_LEAST_GAIN, noise)
-    return {
-        name: value if not name.startswith(_GAIN) or value > least else 0.0
-        for name, value in found.items()
-    }
+    metrics = {}
+    for name, value in found.items():
+        if not name.startswith(_GAIN):
+            metrics[name] = value
+            continue
+        change = name.removeprefix(_GAIN)
+        prefix = _LACKING[lacking[change]] if lacking and change in lacking else _GAIN
+        metrics[prefix + change] = value if value > least else 0.0
+    return metrics
 
 
 def split_hint(metrics: Mapping[str, float]) -> str:
-    """Describe the advice on a job's split in its newest metrics; empty if there is none.
+    """Describe the advice on a job's split in its newest metrics, or what bounds its steps if
+    nothing is free for a change; empty if there is neither.
 
     A job with networks, or whose split is good, has no such metrics or gains of 0.
     """
-    gains = {name: value for name, value in metrics.items() if name.startswith(_GAIN)}
+    if best := _largest(metrics, _GAIN):
+        kind, _, policy = best.partition("/")
+        idle, what = {
+            "engine": (IDLE_TRAINERS, f"one more engine for `{policy}`"),
+            "trainer": (IDLE_ENGINES, "one more trainer worker"),
+            "gang": (IDLE_ENGINES, f"a gang of twice as many devices for `{policy}`"),
+        }[kind]
+        who = "trainers" if idle == IDLE_TRAINERS else "engines"
+        return (
+            f"{who} idle {metrics.get(idle, 0.0):.0%}: {what} would shorten the step by about "
+            f"{metrics[_GAIN + best]:.0%}"
+        )
+    for missing, prefix in _LACKING.items():
+        if best := _largest(metrics, prefix):
+            kind, _, policy = best.partition("/")
+            who = {
+                "engine": f"the engines of `{policy}`",
+                "trainer": "a trainer worker",
+                "gang": f"the trainer of `{policy}`",
+            }[kind]
+            return f"steps wait for {who}, and no {missing} is free for more"
+    return ""
+
+
+def _largest(metrics: Mapping[str, float], prefix: str) -> str:
+    """Return the change with the largest gain among the metrics of a prefix; empty if none is
+    above 0."""
+    gains = {name: value for name, value in metrics.items() if name.startswith(prefix)}
     best = max(gains, key=lambda name: (gains[name], name), default="")
-    if not best or gains[best] <= 0:
-        return ""
-    kind, _, policy = best.removeprefix(_GAIN).partition("/")
-    idle, what = {
-        "engine": (IDLE_TRAINERS, f"one more engine for `{policy}`"),
-        "trainer": (IDLE_ENGINES, "one more trainer worker"),
-        "gang": (IDLE_ENGINES, f"a gang of twice as many devices for `{policy}`"),
-    }.get(kind, ("", ""))
-    if not what:
-        return ""
-    who = "trainers" if idle == IDLE_TRAINERS else "engines"
-    return (
-        f"{who} idle {metrics.get(idle, 0.0):.0%}: {what} would shorten the step by about "
-        f"{gains[best]:.0%}"
-    )
+    return best.removeprefix(prefix) if best and gains[best] > 0 else ""
 
 
 def _mean_of(steps: Sequence[StepUse]) -> StepUse:

@@ -2452,6 +2452,7 @@ class HeartbeatRequest(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     LOOP_SECONDS_FIELD_NUMBER: _builtins.int
+    CPU_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable per process; a restarted process uses a new one."""
     kind: Global___WorkerKind.ValueType
@@ -2487,6 +2488,8 @@ class HeartbeatRequest(_message.Message):
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenDevice]:
         """Devices that this worker was given, and what is on each of them."""
 
+    @_builtins.property
+    def cpu(self) -> Global___HostCpu: ...
     def __init__(
         self,
         *,
@@ -2505,14 +2508,45 @@ class HeartbeatRequest(_message.Message):
         devices: _abc.Iterable[Global___GivenDevice] | None = ...,
         node: _builtins.str = ...,
         loop_seconds: _builtins.float = ...,
+        cpu: Global___HostCpu | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trainer", b"trainer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "devices", b"devices", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "loop_seconds", b"loop_seconds", "node", b"node", "rss_bytes", b"rss_bytes", "trainer", b"trainer", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "cpu", b"cpu", "devices", b"devices", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "loop_seconds", b"loop_seconds", "node", b"node", "rss_bytes", b"rss_bytes", "trainer", b"trainer", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class HostCpu(_message.Message):
+    """The CPU of a worker's host; in a container with a quota, the container's part of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CORES_FIELD_NUMBER: _builtins.int
+    BUSY_SECONDS_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    cores: _builtins.float
+    """Cores that its processes may use."""
+    busy_seconds: _builtins.float
+    """Seconds that these cores have computed, for any process, until `at`."""
+    at: _builtins.float
+    """Seconds of the host's monotonic clock."""
+    def __init__(
+        self,
+        *,
+        cores: _builtins.float = ...,
+        busy_seconds: _builtins.float = ...,
+        at: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "busy_seconds", b"busy_seconds", "cores", b"cores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostCpu: _TypeAlias = HostCpu  # noqa: Y015
 
 @_typing.final
 class GivenDevice(_message.Message):

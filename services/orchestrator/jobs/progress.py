@@ -95,10 +95,11 @@ class JobProgress:
         await self._write_to_sinks(orchestrator_pb.MetricsLogged(step=step + 1, values=values))
 
     async def _hint(self, values: Mapping[str, float]) -> None:
-        """Tell the user once about each change that would shorten the steps."""
+        """Tell the user once about each change that would shorten the steps, and about each thing
+        that bounds them."""
         if not (hint := split_hint(values)):
             return
-        change = hint.partition(": ")[2].partition(" would")[0]
+        change = hint.partition(": ")[2].partition(" would")[0] or hint
         self._job.complaints[change] += 1
         if self._job.complaints[change] == 1:
             await self._job.info(hint)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.placement.engines import Engines
+from services.orchestrator.placement.workers import WorkerHandle
 from troupe.contracts import metric_names
+from troupe.job import JobSpec
 from troupe.scheduling.defaults import CPU
 from troupe.twin.hints import MOST_STEPS, PolicyUse, StepUse, split_metrics
 from troupe.twin.profile import JobProfile
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
+
+# Fraction of a core that must have been idle for one more engine or rank.
+_IDLE_CORE: Final = 0.9
+_Cpus = Mapping[str, orchestrator_pb.HostCpu]
 
 
 class StepTotals:
@@ -44,6 +51,8 @@ class SplitWatch:
     def __init__(self, job: JobContext, engines: Engines, profile: JobProfile) -> None:
         self._job, self._engines, self._profile = job, engines, profile
         self._steps: deque[StepUse] = deque(maxlen=MOST_STEPS)
+        # The CPUs of workers' hosts at the end of each step, by host.
+        self._cpus: deque[_Cpus] = deque(maxlen=MOST_STEPS + 1)
         # The first step of a runner warms up engines and trainers.
         self._warm = False
 
@@ -55,6 +64,8 @@ class SplitWatch:
         languages = all(one.model is not None for one in spec.policies.values())
         if not (alone and languages and spec.population is None and not spec.colocated):
             return {}
+        workers = [one for one in shared.workers.all() if one.usable]
+        self._cpus.append({one.beat.host_id: one.beat.cpu for one in workers})
         if not self._warm:
             self._warm = True
             return {}
@@ -78,6 +89,8 @@ class SplitWatch:
                 train_seconds=train + publish,
                 gang=policy.trainer.ranks,
             )
+        if not (idle := idle_cores(self._cpus)):  # steps shorter than heartbeats
+            return {}
         waits = max(0.0, totals.seconds - totals.engine_seconds)
         self._steps.append(
             StepUse(
@@ -91,7 +104,6 @@ class SplitWatch:
         )
         times = self._profile.policies
         speeds = {name: times[name].engine.speed() for name in policies}
-        workers = shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)
         return split_metrics(
             self._steps,
             {name: one for name, one in speeds.items() if one is not None},
@@ -101,5 +113,78 @@ class SplitWatch:
             trainers=sum(
                 max(1, one.beat.trainer.ranks) if one.beat.trainer.device == "cuda" else 1
                 for one in workers
+                if one.kind == orchestrator_pb.WORKER_KIND_TRAINER
             ),
+            lacking=lacking(spec, workers, shared.nodes.alive().values(), idle),
         )
+
+
+def idle_cores(cpus: Sequence[_Cpus]) -> dict[str, float]:
+    """Return the mean number of idle cores of each host between the first and the last of its
+    reports."""
+    idle = {}
+    for host, last in cpus[-1].items():
+        first = next(one[host] for one in cpus if host in one)
+        if (seconds := last.at - first.at) > 0:
+            idle[host] = max(0.0, last.cores - (last.busy_seconds - first.busy_seconds) / seconds)
+    return idle
+
+
+def lacking(
+    spec: JobSpec,
+    workers: Sequence[WorkerHandle],
+    nodes: Iterable[orchestrator_pb.JoinNodeRequest],
+    idle: Mapping[str, float],
+) -> dict[str, str]:
+    """Return the changes of a job's split (`engine/P`, `trainer`, `gang/P`) for which the cluster
+    has nothing free: "core" or "device", by change.
+
+    `idle`: idle cores by host. Attached servers run on devices of which the cluster knows nothing,
+    and simulated policies need none.
+    """
+    rollouts = [one for one in workers if one.kind == orchestrator_pb.WORKER_KIND_ROLLOUT]
+    trainers = [one for one in workers if one.kind == orchestrator_pb.WORKER_KIND_TRAINER]
+    # Devices that no worker was given.
+    spare = sum(
+        not device.process and device.device_class.lower() != "cpu"
+        for node in nodes
+        for device in node.devices
+    )
+    # Engines are added to every rollout worker alike.
+    engine_devices = min((_free_devices(one) for one in rollouts), default=0)
+    on_devices = any(one.beat.devices for one in rollouts)
+    computed = {
+        name: policy.trainer.ranks
+        for name, policy in spec.policies.items()
+        if policy.trainable and policy.simulated is None
+    }
+    trains_on_devices = any(one.beat.trainer.device == "cuda" for one in trainers)
+    training_devices = sum(max(1, one.beat.trainer.ranks) for one in trainers)
+    unused = spare + max(0, training_devices - sum(computed.values()))
+
+    def cores(needed: float, group: Sequence[WorkerHandle]) -> bool:
+        """Return whether one of the hosts of these workers has idle cores."""
+        return any(idle.get(one.beat.host_id, 0.0) >= _IDLE_CORE * needed for one in group)
+
+    missing = {}
+    for name, policy in spec.policies.items():
+        if policy.simulated is not None or policy.engine.urls:
+            continue
+        if on_devices:
+            if max(engine_devices, spare) < policy.engine.tensor_parallel:
+                missing[f"engine/{name}"] = "device"
+        elif not cores(1, rollouts):
+            missing[f"engine/{name}"] = "core"
+    for change, ranks in {"trainer": 1, **{f"gang/{n}": r for n, r in computed.items()}}.items():
+        if not computed:
+            break
+        if trains_on_devices:
+            if (spare if change == "trainer" else unused) < ranks:
+                missing[change] = "device"
+        elif not cores(ranks, trainers):
+            missing[change] = "core"
+    return missing
+
+
+def _free_devices(worker: WorkerHandle) -> int:
+    return sum(not one.holders for one in worker.beat.devices)
