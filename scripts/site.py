@@ -1,4 +1,5 @@
-"""MkDocs hooks: links of the documentation that lead out of docs/ lead somewhere on the site, too.
+"""MkDocs hooks: README.md is the site's first page, and links of the documentation that lead out of
+docs/ lead somewhere on the site, too.
 
 A Markdown page of the repository that a page links to (an example's README) is a page
 of the site; another file is a page that shows it. Both are below `repository/`, by their own path.
@@ -16,8 +17,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-HOME: Final = "repository"
+FIRST_PAGE: Final = "index.md"
+REPOSITORY: Final = "repository"
 _LINK: Final = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
+_TABLE: Final = re.compile(r"<table>\s*<thead>\s*<tr>(.*?)</tr>", re.S)
+_CODE: Final = re.compile(r"`[^`\n]+`")
 _LANGUAGES: Final = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 
 
@@ -35,18 +39,28 @@ def _target(page: str, link: str) -> Path | None:
 
 def _source(uri: str) -> str:
     """Path in the repository of a page of the site."""
-    if uri.startswith(f"{HOME}/"):
-        return uri.removeprefix(f"{HOME}/")
+    if uri == FIRST_PAGE:
+        return "README.md"
+    if uri.startswith(f"{REPOSITORY}/"):
+        return uri.removeprefix(f"{REPOSITORY}/")
     return f"docs/{uri}"
 
 
 def _uri(target: Path) -> str:
     """Path on the site, as a source file of MkDocs, of a file of the repository."""
-    return f"{HOME}/{target}" if target.suffix == ".md" else f"{HOME}/{target}.md"
+    if target == Path("README.md"):
+        return FIRST_PAGE
+    return f"{REPOSITORY}/{target}" if target.suffix == ".md" else f"{REPOSITORY}/{target}.md"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages link to, and what that links to."""
+    """Make README.md the first page; add what pages link to, and what that links to."""
+    first = files.get_file_from_path(FIRST_PAGE)
+    assert first is not None
+    title = "---\ntitle: Troupe\nhide: [navigation]\n---\n\n"
+    text = title + (ROOT / "README.md").read_text(encoding="utf-8")
+    files.remove(first)
+    files.append(File.generated(config, FIRST_PAGE, content=text))
     todo = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
     while todo:
         uri, text = todo.pop()
@@ -68,20 +82,41 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Turn links that lead out of docs/ to the pages that `on_files` has added."""
+    """Turn links that lead out of docs/ to the pages that `on_files` has added, and unescape pipes
+    in the code of tables: GitHub needs the backslash, Python-Markdown would show it."""
     here = page.file.src_uri
 
     def turned(match: re.Match[str]) -> str:
         target = _target(_source(here), match[2])
         if target is not None:
             link = posixpath.relpath(_uri(target), posixpath.dirname(here) or ".")
-        elif here.startswith(f"{HOME}/"):  # from the repository into docs/
+        elif not _source(here).startswith("docs/"):  # from the repository into docs/
             path = posixpath.normpath(posixpath.join(posixpath.dirname(_source(here)), match[2]))
             if not path.startswith("docs/"):
                 return match[0]
-            link = posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(here))
+            link = posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(here) or ".")
         else:
             return match[0]
         return f"{match[1]}{link}{match[3]}"
 
-    return _LINK.sub(turned, markdown)
+    lines = _LINK.sub(turned, markdown).split("\n")
+    return "\n".join(_unescaped(line) if line.startswith("|") else line for line in lines)
+
+
+def _unescaped(row: str) -> str:
+    return _CODE.sub(lambda code: code[0].replace("\\|", "|"), row)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark the tables that are lists, so that a narrow screen shows them as such (site.css): those
+    of a job's fields, and those of two columns."""
+
+    def marked(match: re.Match[str]) -> str:
+        headers = re.findall(r"<th[^>]*>(.*?)</th>", match[1], re.S)
+        if headers[0] == "field":
+            return match[0].replace("<table>", '<table data-list="fields">', 1)
+        if len(headers) == 2:
+            return match[0].replace("<table>", '<table data-list="pairs">', 1)
+        return match[0]
+
+    return _TABLE.sub(marked, html)
