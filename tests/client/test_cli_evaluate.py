@@ -10,7 +10,7 @@ import yaml
 
 from tests.client.conftest import JOB_YAML, Run
 from troupe.checkpoints.verifying import Lineage
-from troupe.client.cli.jobs import found_checkpoints, only_evaluated
+from troupe.client.cli.jobs.evaluate import found_checkpoints, only_evaluated
 from troupe.job.loading import job_of
 from troupe.rpc.errors import InvalidArgument, NotFound
 
@@ -73,10 +73,17 @@ def test_evaluate_submits_a_job_without_steps(job: Path, raw: dict[str, Any]) ->
 
 
 def test_an_unknown_evaluation_is_named(run: Run, job: Path) -> None:
-    status, _, err = run("evaluate", str(job / "job.yaml"), "--set", "math500")
+    status, _, err = run("evaluate", str(job / "job.yaml"), "--only", "math500")
     assert status == 2
-    assert "'math500'" in err or "math500" in err
+    assert "math500" in err
     assert "The job has: evaluation, gsm8k, aime" in err
+
+
+def test_set_with_a_name_is_refused_with_the_option_that_takes_names(run: Run, job: Path) -> None:
+    status, _, err = run("evaluate", str(job / "job.yaml"), "--set", "gsm8k")
+    assert status == 2
+    assert "--set = gsm8k: is not an assignment" in err
+    assert "--only gsm8k" in err
 
 
 def test_a_job_without_evaluations_has_nothing_to_do(run: Run, tmp_path: Path) -> None:

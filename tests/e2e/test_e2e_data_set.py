@@ -15,7 +15,7 @@ from tests.support.waiting import PATIENCE
 from troupe.checkpoints.retention import versions_of_all
 from troupe.client import Notice
 from troupe.client.cli.display import print_summary
-from troupe.client.cli.jobs import only_evaluated
+from troupe.client.cli.jobs.evaluate import only_evaluated
 
 JOB = Path(tiny.__file__).with_name("job.yaml")
 

@@ -175,9 +175,9 @@ class AsyncClient:
         """Return a handle of an existing job. Makes no call."""
         return AsyncJobHandle(self._stub, job_id, self._settings, self._reward)
 
-    async def compare(self, a: str, b: str) -> Comparison:
+    async def compare(self, first: str, *others: str) -> Comparison:
         """Return how the jobs with these ids differ: fields, held-out scores, metrics."""
-        return await self.job(a).compare(b)
+        return await self.job(first).compare(*others)
 
     async def cluster(self) -> Cluster:
         """Return the current state of every worker, engine and service."""

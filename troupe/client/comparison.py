@@ -1,8 +1,8 @@
-"""`Comparison`: how two jobs differ in their fields, scores and metrics."""
+"""`Comparison`: how jobs differ in their fields, scores and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,51 +11,51 @@ from troupe.client.records import Job
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two jobs; what only one of them has is None for the other. `print` shows a table."""
+    """Two or more jobs; a value that a job does not have is None. `print` shows a table."""
 
-    a: Job
-    b: Job
-
-    @property
-    def fields(self) -> dict[str, tuple[Any, Any]]:
-        """The fields of the specification that differ, by path, with both values."""
-        ours, theirs = _leaves(self.a.spec), _leaves(self.b.spec)
-        return {
-            path: (ours.get(path), theirs.get(path))
-            for path in sorted(ours.keys() | theirs.keys())
-            if ours.get(path) != theirs.get(path)
-        }
+    jobs: tuple[Job, ...]
 
     @property
-    def scores(self) -> dict[str, tuple[float | None, float | None]]:
-        """The held-out scores after the last step, by name, of both jobs."""
-        return _pairs(self.a.after, self.b.after)
+    def fields(self) -> dict[str, tuple[Any, ...]]:
+        """The fields of the specification that differ, by path, with the value of each job."""
+        found = _aligned([_leaves(job.spec) for job in self.jobs])
+        return {path: values for path, values in found.items() if _differ(values)}
 
     @property
-    def metrics(self) -> dict[str, tuple[float | None, float | None]]:
-        """The newest value of every metric of both jobs."""
-        return _pairs(self.a.metrics, self.b.metrics)
+    def scores(self) -> dict[str, tuple[float | None, ...]]:
+        """The held-out scores after the last step, by name, of each job."""
+        return _aligned([job.after for job in self.jobs])
+
+    @property
+    def metrics(self) -> dict[str, tuple[float | None, ...]]:
+        """The newest value of every metric, by name, of each job."""
+        return _aligned([job.metrics for job in self.jobs])
 
     def __str__(self) -> str:
-        rows = [("", self.a.id, self.b.id)]
-        rows += [(name, _shown(a), _shown(b)) for name, (a, b) in self.fields.items()]
-        rows.append(("step", str(self.a.step), str(self.b.step)))
-        for name, pair in self.scores.items():
-            intervals = self.a.after_intervals.get(name), self.b.after_intervals.get(name)
+        rows = [("", *(job.id for job in self.jobs))]
+        rows += [(name, *map(_shown, values)) for name, values in self.fields.items()]
+        rows.append(("step", *(str(job.step) for job in self.jobs)))
+        for name, values in self.scores.items():
+            intervals = [job.after_intervals.get(name) for job in self.jobs]
             texts = [
                 _shown(value) + (f" [{one.low:.3f}, {one.high:.3f}]" if one else "")
-                for value, one in zip(pair, intervals, strict=True)
+                for value, one in zip(values, intervals, strict=True)
             ]
-            rows.append((name, texts[0], texts[1]))
-        widths = [max(len(row[at]) for row in rows) for at in range(2)]
-        return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)
+            rows.append((name, *texts))
+        widths = [max(len(row[at]) for row in rows) for at in range(len(self.jobs) + 1)]
+        return "\n".join(
+            "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
 
 
-def _pairs(
-    ours: Mapping[str, float], theirs: Mapping[str, float]
-) -> dict[str, tuple[float | None, float | None]]:
-    names = sorted(ours.keys() | theirs.keys())
-    return {name: (ours.get(name), theirs.get(name)) for name in names}
+def _aligned(found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    names = sorted({name for one in found for name in one})
+    return {name: tuple(one.get(name) for one in found) for name in names}
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return any(value != values[0] for value in values)
 
 
 def _leaves(value: Any, path: str = "") -> dict[str, Any]:

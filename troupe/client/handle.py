@@ -270,11 +270,14 @@ class AsyncJobHandle:
             if not reply.next_page_token:
                 return
 
-    async def compare(self, other: AsyncJobHandle | str) -> Comparison:
-        """Return how another job differs from this one: fields, held-out scores, metrics."""
-        job_id = other if isinstance(other, str) else other.id
-        reply = await self._stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
-        return Comparison(await self.info(), Job.of(reply.job))
+    async def compare(self, *others: AsyncJobHandle | str) -> Comparison:
+        """Return how this job and others differ: fields, held-out scores, metrics."""
+        jobs = [await self.info()]
+        for other in others:
+            job_id = other if isinstance(other, str) else other.id
+            reply = await self._stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
+            jobs.append(Job.of(reply.job))
+        return Comparison(tuple(jobs))
 
     async def trajectories(self, limit: int | None = _PAGE) -> list[Trajectory]:
         """Return the newest `limit` trajectories (None: all that are kept), without their

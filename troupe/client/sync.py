@@ -170,10 +170,10 @@ class JobHandle(Blocking[AsyncJobHandle]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"
 
-    def compare(self, other: JobHandle | str) -> Comparison:
-        """Return how another job differs from this one: fields, held-out scores, metrics."""
-        job_id = other if isinstance(other, str) else other.id
-        return self._loop.run(self._native.compare(job_id))
+    def compare(self, *others: JobHandle | str) -> Comparison:
+        """Return how this job and others differ: fields, held-out scores, metrics."""
+        ids = [one if isinstance(one, str) else one.id for one in others]
+        return self._loop.run(self._native.compare(*ids))
 
     info = _call(AsyncJobHandle.info)
     watch = _stream(AsyncJobHandle.watch)

@@ -77,9 +77,21 @@ def list_examples() -> None:
         console.print(f"{name:<20}{_title(folder)}", markup=False)
 
 
+def _complete(incomplete: str) -> list[str]:
+    try:
+        return [name for name in _examples() if name.startswith(incomplete)]
+    except FailedPrecondition:  # shown by the command, not between a shell's words
+        return []
+
+
 @examples.command("copy")
 def copy_example(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As `troupe examples list` has it.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="As `troupe examples list` has it.", autocompletion=_complete
+        ),
+    ],
 ) -> None:
     """Copy an example to ./examples/NAME, where the commands of its README work."""
     known = _examples()

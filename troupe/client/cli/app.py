@@ -29,14 +29,15 @@ from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, check_address, data
 from troupe.client.cli import options
 from troupe.client.cli.chaos import chaos
 from troupe.client.cli.doctor import doctor
-from troupe.client.cli.failures import FAILED, explain
+from troupe.client.cli.failures import FAILED, HintingGroup, explain
 from troupe.client.cli.functions import app as functions
-from troupe.client.cli.jobs import app as jobs
-from troupe.client.cli.jobs import evaluate, generate
+from troupe.client.cli.jobs.commands import app as jobs
+from troupe.client.cli.jobs.commands import generate, submit
+from troupe.client.cli.jobs.evaluate import evaluate
+from troupe.client.cli.jobs.population import app as population
+from troupe.client.cli.jobs.samples import app as samples
 from troupe.client.cli.options import byte_bar, call, duration, size
 from troupe.client.cli.plan import plan
-from troupe.client.cli.population import app as population
-from troupe.client.cli.samples import app as samples
 from troupe.client.cli.slurm import slurm
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
@@ -135,7 +136,10 @@ def export(
     directory: options.ExportTarget,
     policy: Annotated[
         str | None,
-        typer.Option(help="Policy, or an agent that it plays; default: the only policy."),
+        typer.Option(
+            help="Policy, or an agent that it plays; default: the only policy.",
+            autocompletion=options.complete_policies,
+        ),
     ] = None,
     version: Annotated[
         int | None, typer.Option(help="Checkpointed version; default: the newest.")
@@ -562,9 +566,11 @@ app = typer.Typer(
     help="Train teams of language-model agents with reinforcement learning.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    cls=HintingGroup,
 )
 app.command("demo")(demo)
 app.command("train")(train)
+app.command("submit")(submit)
 app.command("evaluate")(evaluate)
 app.command("up")(up)
 app.command("head")(head)

@@ -10,9 +10,11 @@ import sys
 import traceback
 from collections.abc import Coroutine
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any, Self, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from troupe.job import JobSpecError
 from troupe.rpc.addresses import without_secrets
@@ -73,7 +75,32 @@ def _usage(error: BaseException) -> list[str]:
     context = getattr(error, "ctx", None)
     if context is None or not message:
         return [_line(message)] if message else []
-    return [_line(f"{message.rstrip('.')}. See `{context.command_path} --help`.")]
+    stop = "" if message.endswith("?") else "."
+    return [_line(f"{message.rstrip('.')}{stop} See `{context.command_path} --help`.")]
+
+
+class HintingGroup(TyperGroup):
+    """A group of commands that, for an unknown command, names the groups that have it: `troupe job
+    list` hints at `troupe jobs list`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that `args` begin with. Raises the usage error, with a hint."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            root = ctx.find_root()
+            found = [
+                f"`{root.info_name} {name} {args[0]}`"
+                for name, group in root.command.commands.items()
+                if group is not self and args[0] in getattr(group, "commands", ())
+            ]
+            if args[0] in root.command.commands:
+                found.insert(0, f"`{root.info_name} {args[0]}`")
+            if found and hasattr(error, "message"):
+                closest = get_close_matches(f"`{ctx.command_path} {args[0]}`", found, 3, 0.0)
+                what = str(error.message).partition(" Did you mean")[0].rstrip(".")
+                error.message = f"{what}. Did you mean {' or '.join(closest)}?"
+            raise
 
 
 def _line(text: str) -> str:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
@@ -36,12 +36,54 @@ T = TypeVar("T")
 # Long enough for a restart of the orchestrator, short enough for a user with a mistyped address.
 _RETRY = RetryPolicy(max_attempts=7)
 
+# The shell waits for completions; jobs that it is offered at most.
+_COMPLETION_SECONDS = 1.0
+_COMPLETED = 200
 # Characters shown of a long message.
 _SHOWN = 600
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-~=+*#"
 
-JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
+
+def complete_jobs(incomplete: str) -> list[str]:
+    """Return the ids of the cluster's newest jobs that begin with `incomplete`, for the shell;
+    none if the cluster does not answer at once."""
+
+    async def ask(client: AsyncClient) -> list[str]:
+        async with asyncio.timeout(_COMPLETION_SECONDS):
+            return [job.id for job in await client.jobs(limit=_COMPLETED)]
+
+    return _completed(ask, incomplete)
+
+
+def complete_policies(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the policies and agents of the job that the command line names, for the shell."""
+    job_id = context.params.get("job_id")
+
+    async def ask(client: AsyncClient) -> list[str]:
+        async with asyncio.timeout(_COMPLETION_SECONDS):
+            spec = (await client.job(str(job_id)).info()).spec
+        return sorted({*spec.get("policies", {}), *spec.get("agents", {})})
+
+    return _completed(ask, incomplete) if job_id else []
+
+
+def _completed(ask: Callable[[AsyncClient], Awaitable[list[str]]], incomplete: str) -> list[str]:
+    # A shell that completes must neither hang nor show an error between the user's words.
+    with suppress(Exception):
+        return [one for one in call(None, None, ask) if one.startswith(incomplete)]
+    return []
+
+
+JobId = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        show_default=False,
+        help="Id of the job.",
+        autocompletion=complete_jobs,
+    ),
+]
 ExportTarget = Annotated[
     str,
     typer.Argument(

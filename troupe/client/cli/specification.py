@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from troupe.client.cli import options
+from troupe.client.cli.failures import HintingGroup
 from troupe.cluster.inventory import NodeShares, fill
 from troupe.data.demonstrations import TRIED_ROWS, renderer_of
 from troupe.data.tasks import TaskSplit, compare_splits, open_tasks
@@ -58,7 +59,9 @@ if TYPE_CHECKING:
     from troupe.algorithms.registry import Field
 
 app = typer.Typer(
-    help="The job specification: schema, validation, reference.", no_args_is_help=True
+    help="The job specification: schema, validation, reference. Jobs: `troupe jobs`.",
+    no_args_is_help=True,
+    cls=HintingGroup,
 )
 # Rewards that read the row before the reply, and the number of rows of a split that each is tried
 # on: mathematics takes some milliseconds per row.

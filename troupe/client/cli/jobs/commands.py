@@ -1,18 +1,11 @@
-"""`troupe jobs ...`, `troupe generate`, `troupe evaluate`: commands on jobs and their checkpoints.
-
-`evaluate` submits a job with `pipeline.steps: 0`, which only runs the evaluations before the first
-step.
-"""
+"""`troupe jobs ...` and `troupe generate`: list, show, follow and control jobs."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
-import shutil
+import shlex
 import sys
-import tempfile
-from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,19 +14,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
-from troupe.checkpoints.retention import copy_checkpoint, none_such, versions_of_all
-from troupe.checkpoints.verifying import Lineage
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.display import Progress, follow, make_display, print_summary
-from troupe.client.cli.failures import FAILED
+from troupe.client.cli.failures import FAILED, HintingGroup
+from troupe.client.cli.jobs.results import compare, logs, metrics
 from troupe.client.cli.options import call, duration, make_table, score
-from troupe.client.cli.specification import apply_assignments
-from troupe.client.cli.train import TrainPlan, run
+from troupe.client.cli.specification import load_with
 from troupe.client.records import Audit, Job, JobState
 from troupe.contracts import metric_names
-from troupe.job.loading import SPEC_FILE, job_of, load_text
 from troupe.rpc.errors import InvalidArgument, TroupeError
 
 
@@ -99,7 +88,10 @@ def print_audit(console: Console, found: Audit) -> None:
 Policy = Annotated[
     str,
     typer.Argument(
-        metavar="POLICY", show_default=False, help="A policy, or an agent that it plays."
+        metavar="POLICY",
+        show_default=False,
+        help="A policy, or an agent that it plays.",
+        autocompletion=options.complete_policies,
     ),
 ]
 
@@ -144,8 +136,45 @@ def generate(
     print(json.dumps(dataclasses.asdict(answer)) if as_json else answer.text)
 
 
-app = typer.Typer(help="Inspect and control jobs.", no_args_is_help=True)
+def submit(
+    path: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
+    assignments: options.Assignments = None,
+    job_id: Annotated[str | None, typer.Option(help="Id of the new job.")] = None,
+    as_json: options.AsJson = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Submit a job to a running cluster and return; print its id and the commands to follow it."""
+    spec = load_with(path, assignments or [])
+
+    async def send(client: AsyncClient) -> Job:
+        return await (await client.submit(spec, job_id)).info()
+
+    job = call(cluster, data_dir, send)
+    if as_json:
+        print(json.dumps(job_values(job), indent=2))
+        return
+    # The commands need the address or the directory that this one was given.
+    where = "" if cluster is None else f" --cluster {cluster}"
+    where += "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
+    print(job.id)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for command, effect in (
+        ("jobs watch", "follows its progress"),
+        ("jobs logs --follow", "prints what it logs"),
+        ("jobs metrics", "prints its metrics"),
+        ("conversations", "shows what its agents said"),
+        ("jobs pause", "pauses it after its step"),
+    ):
+        line = f"  troupe {command} {job.id}{where}"
+        console.print(f"{line:<50}  # {effect}", markup=False, style="dim")
+
+
+app = typer.Typer(help="Inspect and control jobs.", no_args_is_help=True, cls=HintingGroup)
 app.command("audit")(audit)
+app.command("metrics")(metrics)
+app.command("logs")(logs)
+app.command("compare")(compare)
 # Default length of `troupe jobs list`.
 _LISTED = 50
 
@@ -354,155 +383,3 @@ def job_values(job: Job) -> dict[str, Any]:
 
 def _print_state(job: Job) -> None:
     Console().print(f"{job.id} is {job.state}", highlight=False)
-
-
-# The name of the unnamed section `evaluation` in this command.
-UNNAMED = "evaluation"
-
-
-@options.with_cluster_options(
-    "data_dir", "rollouts", "threads", "start_timeout", "devices", "engine_devices"
-)
-def evaluate(
-    settings: options.MakeSettings,
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="JOB.yaml|JOB_ID|CHECKPOINT",
-            help="A job file, to evaluate its initial models; a job's id, for its newest "
-            "checkpoints; or the directory of a checkpoint.",
-            show_default=False,
-        ),
-    ],
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME|KEY.PATH=VALUE",
-            help=f"Run only the evaluation of this name (`{UNNAMED}`: the unnamed one). With `=`: "
-            "change a field of the job. May be repeated.",
-        ),
-    ] = None,
-    version: Annotated[
-        int | None, typer.Option(help="With a job's id: this version of every policy that has it.")
-    ] = None,
-    cluster: options.ClusterAddress = None,
-) -> None:
-    """Evaluate a job's models or checkpoints as its `evaluation` and `evaluations` specify.
-
-    Starts an embedded cluster unless one runs here. Trainers and rollout workers must be able to
-    read the checkpoints' paths.
-    """
-    cluster_settings = settings(panel=False)
-    given = sets or []
-    names = [one for one in given if "=" not in one]
-    source, checkpoints = found_checkpoints(target, version, cluster_settings.data_dir)
-    raw = apply_assignments(load_text(source), [one for one in given if "=" in one], str(source))
-    scratch = Path(tempfile.mkdtemp(prefix="troupe-evaluate-"))
-    try:
-        models = {
-            policy: _whole(path, source.parent, scratch / policy)
-            for policy, path in checkpoints.items()
-        }
-        spec = job_of(only_evaluated(raw, names, models))
-        plan = TrainPlan(
-            spec=spec,
-            job_id=None,
-            resume=None,
-            address=cluster,
-            keep_up=False,
-            grace=20.0,
-            settings=cluster_settings.resolved(),
-        )
-        raise typer.Exit(asyncio.run(run(plan, Console())))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def only_evaluated(
-    raw: Mapping[str, Any], names: Collection[str], models: Mapping[str, Path]
-) -> dict[str, Any]:
-    """Return the unvalidated job with no steps, the evaluations `names` (none: all) and the models
-    of checkpoints by policy. Raises `InvalidArgument` if an evaluation is unknown or the job has
-    none."""
-    named = dict(raw.get("evaluations") or {})
-    section = raw.get("evaluation") or {}
-    known = [*([UNNAMED] if section.get("queries") else []), *named]
-    for name in names:
-        if name not in known:
-            raise InvalidArgument(
-                "is not an evaluation of the job",
-                field="--set",
-                value=name,
-                remedy=f"The job has: {', '.join(known) or 'none; add the section `evaluations`'}.",
-            )
-    if not known:
-        raise InvalidArgument(
-            "the job has no evaluation",
-            field="evaluations",
-            remedy="Add the section `evaluations`, or `--set evaluation.queries=100`.",
-        )
-    chosen = names or known
-    policies = {name: dict(policy) for name, policy in raw["policies"].items()}
-    for name, path in models.items():
-        if "model" not in policies[name]:
-            raise InvalidArgument(
-                "checkpoints of small networks are not evaluated by jobs",
-                field=f"policies.{name}.network",
-                remedy="Play them with `troupe.networks.Actor` (docs/networks.md).",
-            )
-        model = {**policies[name]["model"], "path": str(path)}
-        policies[name]["model"] = {
-            n: v for n, v in model.items() if n not in ("config", "revision")
-        }
-    return {
-        **raw,
-        "policies": policies,
-        "pipeline": {**raw["pipeline"], "steps": 0},
-        "evaluation": section if UNNAMED in chosen else {},
-        "evaluations": {name: one for name, one in named.items() if name in chosen},
-        "checkpoint": {},
-    }
-
-
-def found_checkpoints(
-    target: str, version: int | None, data_dir: Path
-) -> tuple[Path, dict[str, Path]]:
-    """Return the job's file, and checkpoints by policy. Raises `InvalidArgument` and `NotFound`."""
-    path = Path(target).expanduser()
-    if path.is_file():
-        return path, {}
-    lineage = Lineage.read(path) if path.is_dir() else None
-    if lineage is not None and (job := path.resolve().parents[2] / SPEC_FILE).is_file():
-        return job, {lineage.policy: path.resolve()}
-    directory = path if (path / SPEC_FILE).is_file() else data_dir / target
-    if not (directory / SPEC_FILE).is_file():
-        raise InvalidArgument(
-            "is neither a job file, nor a job in the data directory, nor a checkpoint in its job's "
-            "directory",
-            field="JOB.yaml|JOB_ID|CHECKPOINT",
-            value=target,
-            remedy="Name the data directory with --data-dir; to evaluate an exported checkpoint, "
-            "name it as `policies.NAME.model.path` in a job file.",
-        )
-    kept = versions_of_all(directory)
-    found = {
-        policy: [one for at, one in versions if version in (None, at)]
-        for policy, versions in kept.items()
-    }
-    chosen = {policy: paths[-1].resolve() for policy, paths in found.items() if paths}
-    if not chosen:
-        every = [f"{policy}@{at}" for policy, versions in kept.items() for at, _ in versions]
-        raise none_such("any policy", version, every)
-    return directory / SPEC_FILE, chosen
-
-
-def _whole(checkpoint: Path, job: Path, scratch: Path) -> Path:
-    """Return the checkpoint as a whole model, merging an adapter into its base below `scratch`."""
-    if not is_adapter_folder(checkpoint):
-        return checkpoint
-    lineage = Lineage.read(checkpoint)
-    base = job / "checkpoints" / ".base" / (lineage.base_checksum if lineage else "")
-    merged = copy_checkpoint(checkpoint, scratch)
-    merge_in_place(merged, base if lineage and lineage.base_checksum and base.is_dir() else None)
-    return merged

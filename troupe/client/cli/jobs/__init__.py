@@ -1,0 +1,1 @@
+"""Commands on jobs, their results, samples, conversations and populations."""

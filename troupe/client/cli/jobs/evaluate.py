@@ -1,0 +1,183 @@
+"""`troupe evaluate`: run a job's evaluations alone, on its models or on checkpoints.
+
+It submits a job with `pipeline.steps: 0`, which only runs the evaluations before the first step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
+from troupe.checkpoints.retention import copy_checkpoint, none_such, versions_of_all
+from troupe.checkpoints.verifying import Lineage
+from troupe.client.cli import options
+from troupe.client.cli.specification import apply_assignments
+from troupe.client.cli.train import TrainPlan, run
+from troupe.job.loading import SPEC_FILE, job_of, load_text
+from troupe.rpc.errors import InvalidArgument
+
+# The name of the unnamed section `evaluation` in this command.
+UNNAMED = "evaluation"
+
+
+@options.with_cluster_options(
+    "data_dir", "rollouts", "threads", "start_timeout", "devices", "engine_devices"
+)
+def evaluate(
+    settings: options.MakeSettings,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB.yaml|JOB_ID|CHECKPOINT",
+            help="A job file, to evaluate its initial models; a job's id, for its newest "
+            "checkpoints; or the directory of a checkpoint.",
+            show_default=False,
+        ),
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Run only the evaluation of this name (`{UNNAMED}`: the unnamed one). May be "
+            "repeated.",
+        ),
+    ] = None,
+    assignments: options.Assignments = None,
+    version: Annotated[
+        int | None, typer.Option(help="With a job's id: this version of every policy that has it.")
+    ] = None,
+    cluster: options.ClusterAddress = None,
+) -> None:
+    """Evaluate a job's models or checkpoints as its `evaluation` and `evaluations` specify.
+
+    Starts an embedded cluster unless one runs here. Trainers and rollout workers must be able to
+    read the checkpoints' paths.
+    """
+    cluster_settings = settings(panel=False)
+    names = only or []
+    for one in assignments or []:
+        if "=" not in one:
+            raise InvalidArgument(
+                "is not an assignment KEY.PATH=VALUE",
+                field="--set",
+                value=one,
+                remedy=f"To run only the evaluation of this name: --only {one}.",
+            )
+    source, checkpoints = found_checkpoints(target, version, cluster_settings.data_dir)
+    raw = apply_assignments(load_text(source), assignments or [], str(source))
+    scratch = Path(tempfile.mkdtemp(prefix="troupe-evaluate-"))
+    try:
+        models = {
+            policy: _whole(path, source.parent, scratch / policy)
+            for policy, path in checkpoints.items()
+        }
+        spec = job_of(only_evaluated(raw, names, models))
+        plan = TrainPlan(
+            spec=spec,
+            job_id=None,
+            resume=None,
+            address=cluster,
+            keep_up=False,
+            grace=20.0,
+            settings=cluster_settings.resolved(),
+        )
+        raise typer.Exit(asyncio.run(run(plan, Console())))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def only_evaluated(
+    raw: Mapping[str, Any], names: Collection[str], models: Mapping[str, Path]
+) -> dict[str, Any]:
+    """Return the unvalidated job with no steps, the evaluations `names` (none: all) and the models
+    of checkpoints by policy. Raises `InvalidArgument` if an evaluation is unknown or the job has
+    none."""
+    named = dict(raw.get("evaluations") or {})
+    section = raw.get("evaluation") or {}
+    known = [*([UNNAMED] if section.get("queries") else []), *named]
+    for name in names:
+        if name not in known:
+            raise InvalidArgument(
+                "is not an evaluation of the job",
+                field="--only",
+                value=name,
+                remedy=f"The job has: {', '.join(known) or 'none; add the section `evaluations`'}.",
+            )
+    if not known:
+        raise InvalidArgument(
+            "the job has no evaluation",
+            field="evaluations",
+            remedy="Add the section `evaluations`, or `--set evaluation.queries=100`.",
+        )
+    chosen = names or known
+    policies = {name: dict(policy) for name, policy in raw["policies"].items()}
+    for name, path in models.items():
+        if "model" not in policies[name]:
+            raise InvalidArgument(
+                "checkpoints of small networks are not evaluated by jobs",
+                field=f"policies.{name}.network",
+                remedy="Play them with `troupe.networks.Actor` (docs/networks.md).",
+            )
+        model = {**policies[name]["model"], "path": str(path)}
+        policies[name]["model"] = {
+            n: v for n, v in model.items() if n not in ("config", "revision")
+        }
+    return {
+        **raw,
+        "policies": policies,
+        "pipeline": {**raw["pipeline"], "steps": 0},
+        "evaluation": section if UNNAMED in chosen else {},
+        "evaluations": {name: one for name, one in named.items() if name in chosen},
+        "checkpoint": {},
+    }
+
+
+def found_checkpoints(
+    target: str, version: int | None, data_dir: Path
+) -> tuple[Path, dict[str, Path]]:
+    """Return the job's file, and checkpoints by policy. Raises `InvalidArgument` and `NotFound`."""
+    path = Path(target).expanduser()
+    if path.is_file():
+        return path, {}
+    lineage = Lineage.read(path) if path.is_dir() else None
+    if lineage is not None and (job := path.resolve().parents[2] / SPEC_FILE).is_file():
+        return job, {lineage.policy: path.resolve()}
+    directory = path if (path / SPEC_FILE).is_file() else data_dir / target
+    if not (directory / SPEC_FILE).is_file():
+        raise InvalidArgument(
+            "is neither a job file, nor a job in the data directory, nor a checkpoint in its job's "
+            "directory",
+            field="JOB.yaml|JOB_ID|CHECKPOINT",
+            value=target,
+            remedy="Name the data directory with --data-dir; to evaluate an exported checkpoint, "
+            "name it as `policies.NAME.model.path` in a job file.",
+        )
+    kept = versions_of_all(directory)
+    found = {
+        policy: [one for at, one in versions if version in (None, at)]
+        for policy, versions in kept.items()
+    }
+    chosen = {policy: paths[-1].resolve() for policy, paths in found.items() if paths}
+    if not chosen:
+        every = [f"{policy}@{at}" for policy, versions in kept.items() for at, _ in versions]
+        raise none_such("any policy", version, every)
+    return directory / SPEC_FILE, chosen
+
+
+def _whole(checkpoint: Path, job: Path, scratch: Path) -> Path:
+    """Return the checkpoint as a whole model, merging an adapter into its base below `scratch`."""
+    if not is_adapter_folder(checkpoint):
+        return checkpoint
+    lineage = Lineage.read(checkpoint)
+    base = job / "checkpoints" / ".base" / (lineage.base_checksum if lineage else "")
+    merged = copy_checkpoint(checkpoint, scratch)
+    merge_in_place(merged, base if lineage and lineage.base_checksum and base.is_dir() else None)
+    return merged
