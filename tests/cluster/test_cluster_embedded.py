@@ -19,6 +19,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+from tests.support.ports import free_port
 from tests.support.stub_services import write_stub_services
 from tests.support.waiting import PATIENCE, block_until
 from troupe.cluster import (
@@ -41,7 +42,7 @@ from troupe.cluster.errors import (
 )
 from troupe.cluster.layout import ChildSpec
 from troupe.cluster.probes import Probe, ProbeKind
-from troupe.cluster.redis import ping, write_config
+from troupe.cluster.redis import ping, redis_executable, write_config
 from troupe.cluster.state import (
     ClusterLock,
     ClusterState,
@@ -53,7 +54,7 @@ from troupe.cluster.state import (
     state_path,
     write_state,
 )
-from troupe.cluster.supervisor import longest_stop
+from troupe.cluster.supervisor import Supervisor, longest_stop
 from troupe.rpc import FailedPrecondition, Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,6 +198,19 @@ def test_the_redis_that_is_started_is_closed_to_other_users(tmp_path: Path) -> N
     assert len(password) > 20
     assert f"requirepass {password}\n" in config.read_text()
     assert write_config(tmp_path, 1234)[1] != url
+
+
+@pytest.mark.parametrize("name", ['quo"te', "back\\slash", "line\nsave 1 1", "end\\", "a b\tc#d$e"])
+async def test_redis_keeps_its_data_in_a_directory_of_any_name(tmp_path: Path, name: str) -> None:
+    port = free_port()
+    config, url = write_config(tmp_path / name, port)
+    probe = Probe(ProbeKind.REDIS, url)
+    command = (redis_executable(), str(config))
+    spec = ChildSpec("redis", command, probe, f"127.0.0.1:{port}", start_seconds=PATIENCE)
+    supervisor = Supervisor([spec], tmp_path / "logs", lambda child, event: None)
+    await supervisor.start()
+    await supervisor.stop()
+    assert (tmp_path / name / "redis" / "appendonly.aof").exists()
 
 
 def test_redis_flushes_as_often_as_it_is_told(

@@ -124,7 +124,24 @@ async def test_a_body_with_too_many_objects_is_refused_unparsed(body: bytes) -> 
     assert "objects and lists" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("text", ["{[" * 200_000, '\\"{' * 200_000, "\\" * 200_001 + "{" * 200_000])
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b'{"messages": [], "prompt": [' + b"1," * 3_000_000 + b"1]}", "3000001 values"),
+        (b"{" + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}", "300000 fields"),
+        (b'{"metadata": {' + b",".join([b'"":""'] * 300_000) + b"}}", "300001 fields"),
+    ],
+)
+async def test_a_body_with_too_many_values_is_refused_unparsed(body: bytes, what: str) -> None:
+    async with served(agents_of(Gate())) as (url,), httpx.AsyncClient(timeout=PATIENCE) as client:
+        answer = await client.post(url + "/completions", content=body)
+    assert answer.status_code == 413
+    assert what in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "text", ["1:2," * 3_000_000, "{[" * 200_000, '\\"{' * 200_000, "\\" * 200_001 + "{" * 200_000]
+)
 async def test_brackets_in_texts_do_not_count_as_objects(text: str) -> None:
     async with (
         served(agents_of(ByteTokenizer())) as (url,),

@@ -197,6 +197,25 @@ async def rewards_nobody(query: Any, agents: Any, tools: Any) -> dict[str, float
     return {}
 
 
+async def writes_text_as_a_metric(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    reply = await agents["solver"].chat(query["question"])
+    query.metrics["length"] = reply.text
+    return {"solver": 1.0}
+
+
+async def replaces_the_metrics(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"])
+    query.metrics = None
+    return {"solver": 1.0}
+
+
+async def edits_its_replies(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    first = await agents["solver"].chat(query["question"])
+    second = await agents["solver"].chat("again")
+    first.text, second.text, second.finish_reason = "half \ud800", None, 5
+    return {"solver": 1.0}
+
+
 async def asks_stranger(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     await agents["critic"].chat(query["question"])
     return {}

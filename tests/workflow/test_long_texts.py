@@ -170,6 +170,33 @@ async def test_a_trajectory_that_ends_while_a_prompt_is_tokenised_has_no_such_tu
         await asyncio.wait_for(left, PATIENCE)
 
 
+SPOKEN = {"role": "assistant", "content": "", "tool_calls": []}
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda agent: agent.complete(["x" * 9000, "y" * 9000], 1),
+        lambda agent: agent.chat([{**SPOKEN, "tool_calls": [CALL] * 1000}]),
+    ],
+    ids=["several texts that are short alone", "many calls of tools"],
+)
+async def test_what_is_long_only_together_is_tokenised_in_a_thread(
+    call: Callable[[Agent], Coroutine[Any, Any, object]],
+) -> None:
+    threads = set()
+
+    class Noting(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+            threads.add(threading.current_thread() if len(text) > 100 else None)
+            return super().encode(text, add_special_tokens)
+
+    await call(agents_of(Noting())["solver"])
+    assert threading.main_thread() not in threads
+    assert threads - {None}
+
+
 @pytest.mark.parametrize("call", LONG_CALLS.values(), ids=LONG_CALLS.keys())
 async def test_a_text_far_beyond_the_context_is_refused_before_all_of_it_is_tokenised(
     call: Callable[[Agent], Coroutine[Any, Any, object]], monkeypatch: pytest.MonkeyPatch

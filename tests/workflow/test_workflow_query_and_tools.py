@@ -86,6 +86,17 @@ def test_a_query_logs_finite_numbers() -> None:
             query.log(bad=bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("metrics", [{"a": "x"}, {"a": math.nan}, {"a": 10**400}, None, [1]])
+def test_what_a_workflow_wrote_into_the_metrics_itself_is_checked(metrics: Any) -> None:
+    query = Query("q0", "train", 0, {})
+    query.metrics["\ud800"] = True
+    query.metrics[5] = 2  # type: ignore[index]
+    assert query.logged() == {"\ufffd": 1.0, "5": 2.0}
+    query.metrics = metrics
+    with pytest.raises(WorkflowError, match=r"finite|not a dict"):
+        query.logged()
+
+
 async def test_tools_return_json_values() -> None:
     assert await Tools(["add"], Adder()).call("add", a=1, b=2) == {"sum": 3}
 

@@ -162,12 +162,11 @@ def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     password = secrets.token_urlsafe(24)
     path = home / _CONFIG
-    # Quote paths: a directory name may contain blanks.
     lines = [
         f"bind {LOOPBACK}",
         f"port {port}",
         f"requirepass {password}",
-        f'dir "{home}"',
+        f"dir {_quoted(home)}",
         "appendonly yes",
         f"appendfsync {fsync}",
         # No snapshots: the append-only file has all data, and a snapshot forks the process.
@@ -183,6 +182,12 @@ def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple
     with os.fdopen(descriptor, "w") as file:
         file.write("\n".join(lines) + "\n")
     return path, f"redis://:{password}@{LOOPBACK}:{port}/0"
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as one word of Redis' configuration, whatever characters its name has."""
+    special = {ord(one): f"\\x{ord(one):02x}" for one in ('"', "\\", *map(chr, range(32)))}
+    return f'"{str(path).translate(special)}"'
 
 
 async def ping(url: str, timeout: float) -> str | None:

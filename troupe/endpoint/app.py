@@ -55,6 +55,9 @@ Find = Callable[[str, str], tuple[Agent, EndpointOptions] | None]
 # loop free.
 _BYTES_READ_AT_ONCE: Final = 65_536
 _CONTAINERS: Final = 100_000
+# Fields of objects, and all values: the numbers of a long list cost least.
+_FIELDS: Final = 200_000
+_VALUES: Final = 2_000_000
 # Also matches an unfinished string, so that a search never starts again inside one.
 _JSON_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.?[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _TOKENS_WRITTEN_AT_ONCE: Final = 8192
@@ -345,7 +348,7 @@ def _addressed(find: Find, request: Request) -> tuple[Agent, EndpointOptions]:
 
 def _of_json(body: bytes | bytearray) -> Any:
     """Parse a body as JSON. Raises `ApiError`."""
-    _check_containers(body)
+    _check_size(body)
     try:
         value = json.loads(body)
         if b"\\ud" in body.lower():  # perhaps half a surrogate pair, which tokenizers reject
@@ -355,20 +358,30 @@ def _of_json(body: bytes | bytearray) -> Any:
     return value
 
 
-def _check_containers(body: bytes | bytearray) -> None:
-    """Raise `ApiError` for a body with too many objects and lists: the JSON parser holds the GIL,
-    so each costs microseconds in which no other thread runs."""
-    if body.count(b"{") + body.count(b"[") <= _CONTAINERS:
+def _check_size(body: bytes | bytearray) -> None:
+    """Raise `ApiError` for a body with too many values: the JSON parser holds the GIL, so each
+    object costs microseconds in which no other thread runs, and each number a tenth of one."""
+    if not _too_many(body):
         return
-    outside = _JSON_STRING.sub(b"", body)  # texts may contain any number of brackets
-    found = outside.count(b"{") + outside.count(b"[")
-    if found > _CONTAINERS:
+    found = _too_many(_JSON_STRING.sub(b"", body))  # texts may contain any number of signs
+    if found:
+        count, what, most = found
         raise ApiError(
             413,
-            f"the body has {found} objects and lists. Send {_CONTAINERS} at most: a shorter "
-            "conversation, or fewer tools.",
+            f"the body has {count} {what}. Send {most} at most: a shorter conversation, or fewer "
+            "tools.",
             code="request_too_large",
         )
+
+
+def _too_many(body: bytes | bytearray) -> tuple[int, str, int] | None:
+    """Return the number, name and limit of what a body without strings has too much of."""
+    counts = (
+        (body.count(b"{") + body.count(b"["), "objects and lists", _CONTAINERS),
+        (body.count(b":"), "fields", _FIELDS),
+        (body.count(b","), "values", _VALUES),
+    )
+    return next((one for one in counts if one[0] > one[2]), None)
 
 
 async def _parsed(

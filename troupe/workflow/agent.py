@@ -297,9 +297,10 @@ class Agent:
         prompts: all or none. `add_special_tokens`: texts begin with the tokens that the tokenizer
         adds to a sequence. Raises the errors of `generate`."""
         # All checks come first, so that no call has begun when one fails.
+        total = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         given = [
             self._tokenised_if_short(
-                TextDraft(self.role.tokenizer, prompt, add_special_tokens=add_special_tokens)
+                TextDraft(self.role.tokenizer, prompt, total, add_special_tokens=add_special_tokens)
             )
             if isinstance(prompt, str)
             else self._given(prompt)

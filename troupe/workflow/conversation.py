@@ -62,8 +62,8 @@ _CACHED_TOKENS = 500_000
 # Segments of at least so many characters have their ids cached; shorter ones are read again.
 _LONG_SEGMENT: Final = 512
 
-# Characters that are tokenised in the event loop, which takes about 20 ms. Rendering a message
-# takes as long as tokenising this many characters.
+# Characters that are tokenised in the event loop, which takes about 20 ms; rendering a message, or
+# a tool call in one, takes as long as so many.
 _CHARACTERS_AT_ONCE: Final = 16_384
 _CHARACTERS_PER_MESSAGE: Final = 64
 # A text with more characters per usable token is first measured in slices of this size.
@@ -630,17 +630,18 @@ class TextDraft(Draft):
     """A prompt that is a plain text."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, text: str, *, add_special_tokens: bool = True
+        self, tokenizer: ChatTokenizer, text: str, total: int, *, add_special_tokens: bool
     ) -> None:
-        """`add_special_tokens`: begin with the tokens that the tokenizer adds to a sequence."""
+        """`total`: characters of all texts of a call; `add_special_tokens`: see `encode_first`."""
         super().__init__(tokenizer)
         self._text = text
+        self._total = total
         self._encode = tokenizer.encode_first if add_special_tokens else tokenizer.encode
 
     @property
     def is_long(self) -> bool:
         """See `Draft`."""
-        return len(self._text) > _CHARACTERS_AT_ONCE
+        return self._total > _CHARACTERS_AT_ONCE
 
     def _new_ids(self, context: int) -> TokenIds:
         return TokenIds.of(self._encode(self._text, context))
@@ -679,7 +680,8 @@ class PromptDraft(Draft):
         for message in self._messages[first:]:
             size += len(message[1])
             if isinstance(message, ToolMessage):
-                size += len(message.thoughts) + sum(len(call.arguments) for call in message.calls)
+                size += len(message.thoughts) + len(message.calls) * _CHARACTERS_PER_MESSAGE
+                size += sum(len(call.name) + len(call.arguments) for call in message.calls)
         return size > _CHARACTERS_AT_ONCE
 
     def _new_ids(self, context: int) -> TokenIds:

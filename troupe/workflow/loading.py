@@ -19,7 +19,15 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from troupe.functions import shipped
-from troupe.outcomes import NotFiniteError, described, finite_number, safe_text, utf8_text
+from troupe.outcomes import (
+    NotFiniteError,
+    described,
+    finite_number,
+    safe_text,
+    shown,
+    type_name,
+    utf8_text,
+)
 from troupe.workflow.agent import Agents
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.tools import Tools
@@ -147,16 +155,12 @@ class Query(Mapping[str, Any]):
 
         Raises `WorkflowError` for a value that is not a finite number.
         """
-        for name, value in values.items():
-            try:
-                self.metrics[utf8_text(name)] = finite_number(value)
-            except NotFiniteError as error:
-                raise WorkflowError(
-                    f"query.log({safe_text(name)}=...) needs a finite number",
-                    field=name,
-                    value=value,
-                    remedy="Log numbers only.",
-                ) from error
+        self.metrics.update(_finite(values))
+
+    def logged(self) -> dict[str, float]:
+        """Return the logged values and the `scores`, checked again, since the workflow may have
+        written into `metrics` itself. Raises `WorkflowError`."""
+        return {**_finite(self.scores), **_finite(self.metrics)}
 
     def __getitem__(self, key: str) -> Any:
         try:
@@ -173,6 +177,29 @@ class Query(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Query({self.id}, {self.split}[{self.index}])"
+
+
+def _finite(values: Any) -> dict[str, float]:
+    """Return named values as finite floats. Raises `WorkflowError`."""
+    if not isinstance(values, Mapping):
+        raise WorkflowError(
+            f"query.metrics is a {type_name(values)}, not a dict",
+            field="query.metrics",
+            remedy="Log numbers with `query.log(name=number)`.",
+        )
+    found = {}
+    for key, value in values.items():
+        name = utf8_text(key if isinstance(key, str) else shown(key))
+        try:
+            found[name] = finite_number(value)
+        except NotFiniteError as error:
+            raise WorkflowError(
+                f"query.log({safe_text(name)}=...) needs a finite number",
+                field=name,
+                value=value,
+                remedy="Log numbers only.",
+            ) from error
+    return found
 
 
 Workflow = Callable[[Query, Agents, Tools], Awaitable[Mapping[str, float] | None]]

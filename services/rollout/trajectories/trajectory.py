@@ -280,7 +280,7 @@ class RunningTrajectory:
             with barrier or nullcontext():
                 query, given = await bounded(play(), clock, late)
             self._turns = agents.close()
-            self._metrics = query.metrics
+            self._metrics = query.logged()
             self._note_unawaited(agents)
             self._move(common_pb.TRAJECTORY_STATE_SCORING)
             self._emit(self._event())
@@ -297,7 +297,7 @@ class RunningTrajectory:
             backend.close()
             tools.close()
         if query.scores:
-            self._metrics = {**query.scores, **self._metrics}
+            self._metrics = {**query.logged(), **self._metrics}
         if evaluating:
             pattern = job.spec.evaluation_of(ticket.evaluation).answer_pattern
             self._answer = scoring.answer_of(query, self._turns, pattern)

@@ -12,6 +12,7 @@ from typing import Final
 
 from services.rollout.trajectories.records import spans_of
 from troupe.job import JobSpec
+from troupe.outcomes import safe_text, utf8_text
 from troupe.scheduling.admission import keeps_text, keeps_tokens
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
@@ -90,7 +91,7 @@ def transcript_of(
             response_tokens=len(reply.response),
             cached_tokens=generation.cached_tokens,
             versions=spans_of(turn),
-            finish_reason=reply.finish_reason,
+            finish_reason=generation.finish_reason,
             queue_seconds=generation.queue_seconds,
             generate_seconds=generation.generate_seconds,
             beside=generation.beside,
@@ -102,7 +103,10 @@ def transcript_of(
             if shared := _common(known, said):
                 one.shared_turn, one.shared_messages = before, shared
             one.messages.extend(common_pb.ChatMessage(role=r, content=c) for r, c in said[shared:])
-            one.response = reply.text
+            # A workflow may have assigned anything to it.
+            one.response = (
+                utf8_text(reply.text) if isinstance(reply.text, str) else safe_text(reply.text)
+            )
             last[one.agent] = (one.turn, said)
         left -= len(generation.token_ids)
         if left >= 0:

@@ -35,6 +35,8 @@ QUICK = {"limits": {"trajectory_seconds": 0.5, "turn_seconds": 5}}
             "reward_not_finite: the reward of 'solver' from the workflow must be a finite",
         ),
         ("talks_too_long", "context_overflow: a prompt of "),
+        ("writes_text_as_a_metric", "workflow_error: query.log(length=...) needs a finite number"),
+        ("replaces_the_metrics", "workflow_error: query.metrics is a NoneType, not a dict"),
     ],
 )
 async def test_a_workflow_that_fails_names_the_reason(
@@ -66,6 +68,14 @@ async def test_faults_that_repetition_cannot_cure_carry_a_remedy(
     assert event.problem.kind == kind
     assert remedy in event.problem.remedy
     assert event.reason.startswith(f"{kind}: ")
+
+
+async def test_what_a_workflow_assigned_to_its_replies_is_shown(house: House) -> None:
+    await house.prepare("edits_its_replies")
+    event = await house.run_one()
+    assert event.state == COMPLETED, event.reason
+    assert [turn.response for turn in event.turns] == ["half \ufffd", "None"]
+    assert {turn.finish_reason for turn in event.turns} <= {"stop", "length"}
 
 
 async def test_a_workflow_that_never_returns_ends_at_its_deadline(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class Trial:
                 rewards=total,
                 group_by=self._group_by,
             ),
-            metrics=metrics_of(turns) | self.query.metrics | self.agents.unawaited_metric,
+            metrics=metrics_of(turns) | self.query.logged() | self.agents.unawaited_metric,
         )
 
     async def _play(self) -> Any:
