@@ -60,6 +60,17 @@ async def test_a_fault_in_a_step_is_not_repeated(what: str, reason: str, says: s
     await environment.close()
 
 
+async def test_a_process_that_an_environment_forks_does_not_answer_for_it() -> None:
+    environment = naughty("forks", "step")
+    sound = Local(Nim, name="nim")
+    first, other = await environment.reset(0), await sound.reset(0)
+    assert first.current == other.current
+    for move in ({"left": 1}, {"right": 1}, {"left": 2}):
+        step, expected = await environment.step(move), await sound.step(move)
+        assert (step.rewards, step.current) == (expected.rewards, expected.current)
+    await environment.close()
+
+
 @pytest.mark.parametrize(
     ("what", "when"),
     [

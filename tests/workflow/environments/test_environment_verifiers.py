@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import PATIENCE
 from troupe.data.tasks import open_tasks
 from troupe.job.data import TasksSpec, VerifiersSpec
 from troupe.workflow import EntrypointError, WorkflowError, play
@@ -122,6 +124,26 @@ def test_an_interpreter_without_the_library_says_what_to_install() -> None:
     assert caught.value.kind == "environment_not_installed"
     assert caught.value.field == "tasks.verifiers.python"
     assert "pip install verifiers" in str(caught.value)
+
+
+FORKS = """
+import asyncio, contextlib, os
+from troupe.workflow.environments.adapters.verifiers_host import VerifiersHost, take_pipes
+requests, answers = take_pipes()
+host = VerifiersHost(answers)
+if (pid := os.fork()) == 0:
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b'{"forged": 1}')
+os.wait() if pid else None
+host._write({"id": 0, "ok": {}})
+"""
+
+
+def test_a_process_that_an_environment_forks_does_not_answer_for_it() -> None:
+    program = [sys.executable, "-c", FORKS]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.stdout == '{"id": 0, "ok": {}}\n', ended.stderr
 
 
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:

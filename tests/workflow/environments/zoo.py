@@ -5,18 +5,21 @@ Imported by name in child processes: `tests.workflow.environments.zoo:Nim`.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from troupe.processes.frames import frame
 from troupe.workflow.environments import (
     Environment,
     IllegalMoveError,
@@ -114,6 +117,41 @@ class Pennies(Environment):
         return {seat: Observation(f"round {self._round}", legal) for seat in ("a", "b")}
 
 
+FORGED = b'{"ok": {"obs": {}, "rewards": {"left": 77.0}, "terminated": {}, "truncated": {}}}'
+
+
+def _forge() -> None:
+    """Write an answer into all that is open."""
+    for descriptor in range(3, 64):
+        with suppress(OSError):
+            os.write(descriptor, frame(FORGED))
+
+
+def _forges() -> None:
+    if (pid := os.fork()) == 0:
+        _forge()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _forges_by_multiprocessing() -> None:
+    process = multiprocessing.get_context("fork").Process(target=_forge)
+    process.start()
+    process.join()
+
+
+def _comes_back() -> None:
+    """The child returns from the step like its parent."""
+    if (pid := os.fork()) != 0:
+        os.waitpid(pid, 0)
+
+
+def _exits() -> None:
+    if (pid := os.fork()) == 0:
+        raise SystemExit(0)
+    os.waitpid(pid, 0)
+
+
 class Naughty(Nim):
     """Fails in the given way: `what` at `when` (`import`, `init`, `reset` or `step`).
 
@@ -158,6 +196,9 @@ class Naughty(Nim):
                 os._exit(7)
             case "exit":
                 raise SystemExit(3)
+            case "forks":
+                for way in (_forges, _comes_back, _exits, _forges_by_multiprocessing):
+                    way()
             case "print":
                 print("on the pipe?", flush=True)
                 os.write(1, b"\x00\x00\x00\x02{}")

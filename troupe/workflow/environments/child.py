@@ -184,8 +184,13 @@ def _from_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return the request and answer pipes, and free stdin and stdout, which games may use."""
+    """Return the request and answer pipes, and free stdin and stdout, which games may use.
+
+    Processes that a game forks have neither: what they run must not answer for the game.
+    """
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    for pipe in (requests, answers):
+        os.register_at_fork(after_in_child=pipe.raw.close)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
@@ -231,9 +236,11 @@ def main() -> None:
     end_with_parent(int(sys.argv[1]), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     requests, answers = take_pipes()
-    child = EnvironmentChild()
+    child, me = EnvironmentChild(), os.getpid()
     while (body := read_frame_from(requests)) is not None:
         answer = child.answer(unpack(body))
+        if os.getpid() != me:  # forked by the game, and came back from its code
+            os._exit(0)
         try:
             packed = pack(answer)
         except WorkflowError as error:

@@ -489,6 +489,7 @@ class VerifiersHost:
 
     def __init__(self, answers: BinaryIO) -> None:
         self._answers = answers
+        self._pid = os.getpid()
         self._env: RubricEnvironment | TasksetEnvironment | None = None
         self._stack = AsyncExitStack()
         self._playing: dict[int, asyncio.Task[None]] = {}
@@ -543,6 +544,8 @@ class VerifiersHost:
         self._write({"id": number, **answer})
 
     def _write(self, answer: Object) -> None:
+        if os.getpid() != self._pid:  # forked by the environment, and came back from its code
+            os._exit(0)
         try:
             line = json.dumps(answer, allow_nan=True)
         except (TypeError, ValueError, RecursionError) as error:
@@ -573,8 +576,10 @@ def described(error: BaseException) -> Object:
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Return the pipes of the parent, and free standard input and output, which environments may
-    use."""
+    use. Processes that an environment forks have neither: what they run must not answer for it."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    for pipe in (requests, answers):
+        os.register_at_fork(after_in_child=pipe.raw.close)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
