@@ -91,8 +91,8 @@ def own_directory(path: Path) -> Path:
     """Make the directory `path`, or check the existing one; return it.
 
     For directories that an operator may name, perhaps a link or a mount. Raises PermissionError
-    with the reason if all users share it, or if another user may have made or redirected it; other
-    OSErrors if it cannot be made.
+    with the reason if all users share it, if another user owns it or may write to it, or may have
+    made or redirected it; other OSErrors if it cannot be made.
     """
     if is_common(path):
         raise PermissionError(errno.EPERM, "it is shared by all users: name a directory in it")
@@ -104,6 +104,13 @@ def own_directory(path: Path) -> Path:
     if writable_by_all(path.parent) and not os.path.ismount(path):
         return private_directory(path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()  # of what a link leads to
+    if status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(errno.EPERM, f"it belongs to another user (uid {status.st_uid})")
+    # Volumes of pods are open to all, and there is no other user.
+    if status.st_mode & stat.S_IWOTH and not os.path.ismount(os.path.realpath(path)):
+        mode = stat.S_IMODE(status.st_mode)
+        raise PermissionError(errno.EPERM, f"other users may write to it (mode {mode:o})")
     return path
 
 
@@ -211,6 +218,28 @@ def writable_by_all(directory: Path) -> bool:
         return bool(directory.stat().st_mode & stat.S_IWOTH)
     except OSError:
         return False
+
+
+def replaceable_part(path: Path) -> Path | None:
+    """Return the first directory above `path` in which every user may rename and remove the entries
+    of others, as its sticky bit is not set; None if there is none."""
+    for part in reversed(Path(os.path.realpath(path)).parents):
+        with contextlib.suppress(OSError):
+            if part.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+                return part
+    return None
+
+
+def private_cache(name: str) -> Path:
+    """Return a directory for files that are trusted when they are found again: `name` among the
+    temporary files if it is this user's alone, else one that ends with this process. Raises
+    OSError."""
+    root = Path(tempfile.gettempdir())
+    try:
+        return private_directory(root / name)
+    except OSError as error:
+        log.warning("%s is not used: %s", root / name, error.strerror)
+        return Scratch(f"{name}-", root).path
 
 
 class Scratch:

@@ -24,7 +24,7 @@ from services.chassis.process import bind, server_options, watch_parent
 from services.chassis.settings import ServiceSettings, read_settings
 from services.chassis.telemetry import LoopWatch, Telemetry, configure_tracing
 from services.chassis.watchdog import start_watchdog
-from troupe.disks import replace_file
+from troupe.disks import private_cache, replace_file
 from troupe.outcomes import described
 from troupe.rpc import TroupeError
 from troupe.rpc.addresses import bypass_proxy
@@ -234,6 +234,7 @@ __all__ = ["RunningServer", "ServiceDefinition", "run", "serve"]
 # Grace period before a forced exit: library threads that never end would keep the process alive.
 _EXIT_SECONDS = 5.0
 _INSIST_SECONDS = 1.0
+_COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _ENDING = frozenset(
     {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP}
 )
@@ -258,6 +259,7 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
         return 2
     refuse_own_end()
     _set_thread_budget(values.threads)
+    _set_compile_cache()
     bypass_proxy(values.cluster_addresses)
     logs.configure(name, values.log_level, values.log_format)
     _raise_file_limit()
@@ -360,6 +362,14 @@ def _set_thread_budget(threads: int) -> None:
     for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
         os.environ[f"{name}_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _set_compile_cache() -> None:
+    """Have torch, here and in launched servers, keep compiled code where no other user can plant
+    any: by default it runs what it finds under a name of this user in /tmp."""
+    with contextlib.suppress(OSError):  # no directory for temporary files: torch says so
+        if _COMPILE_CACHE not in os.environ:
+            os.environ[_COMPILE_CACHE] = str(private_cache(f"troupe-compiled-{os.getuid()}"))
 
 
 def _raise_file_limit() -> None:

@@ -15,14 +15,22 @@ from pathlib import Path
 
 import pytest
 
+from services.chassis.app import _set_compile_cache
 from tests.support.waiting import PATIENCE
 from troupe.client.cli.slurm import write_files
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.cluster.errors import CommonDirectory, NotPrivate, TransferDirNotWritable
 from troupe.cluster.settings import default_transfer_dir
 from troupe.cluster.state import close_to_others
-from troupe.disks import Scratch, own_directory, private_directory, replace_file, strangers_part
-from troupe.rpc.errors import InvalidArgument
+from troupe.disks import (
+    Scratch,
+    own_directory,
+    private_directory,
+    replace_file,
+    replaceable_part,
+    strangers_part,
+)
+from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.transfer import Transfer
 
 NOBODY = 65534
@@ -221,6 +229,81 @@ def test_a_mount_is_used_only_if_it_belongs_to_this_user_or_root(
                 own_directory(place)
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory in which a group of users may write, with a directory of one of them."""
+    place = tmp_path / "project"
+    place.mkdir()
+    place.chmod(0o2775)
+    (place / "theirs").mkdir()
+    os.chown(place / "theirs", NOBODY, NOBODY)
+    (place / "link").symlink_to(place / "theirs")
+    os.chown(place / "link", NOBODY, NOBODY, follow_symlinks=False)
+    return place
+
+
+@pytest.mark.parametrize("name", ["theirs", "link"])
+def test_a_directory_of_another_user_gets_no_weights_wherever_it_lies(
+    project: Path, name: str
+) -> None:
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        own_directory(project / name)
+    with pytest.raises(InvalidArgument, match="belongs to another user"):
+        Transfer(project / name)
+    assert own_directory(project / "ours") == project / "ours"
+
+
+@pytest.mark.parametrize("name", ["open", "link"])
+def test_a_directory_that_is_open_to_others_gets_no_weights(tmp_path: Path, name: str) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    with pytest.raises(PermissionError, match=r"other users may write to it \(mode 777\)"):
+        own_directory(tmp_path / name)
+
+
+def test_a_place_without_sticky_bit_is_named(shared: Path, tmp_path: Path) -> None:
+    assert replaceable_part(shared / "a" / "runs") is None
+    shared.chmod(0o777)
+    (tmp_path / "link").symlink_to(shared / "a")
+    for path in (shared / "a" / "runs", tmp_path / "link" / "runs"):
+        assert replaceable_part(path) == shared
+    assert replaceable_part(shared) is None
+
+
+def test_a_cluster_says_where_other_users_can_replace_its_directories(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    theirs = shared / "theirs"
+    as_nobody("mkdir", theirs)
+    shared.chmod(0o777)
+    monkeypatch.chdir(theirs)
+    settings = ClusterSettings(
+        data_dir=shared / "runs", redis_url="redis://127.0.0.1:1/0", panel=False
+    )
+    with pytest.raises(TroupeError):  # there is no Redis
+        asyncio.run(EmbeddedCluster(settings, told.append).start())
+    assert any("belongs to another user (uid 65534)" in text for text in told), told
+    assert any(f"chmod +t {shared}" in text for text in told), told
+
+
+def test_compiled_code_is_kept_where_no_other_user_planted_any(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    as_nobody("mkdir", shared / f"troupe-compiled-{os.getuid()}")
+    _set_compile_cache()
+    kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert (kept.parent, kept.stat().st_uid, mode(kept)) == (shared, os.getuid(), 0o700)
+    (shared / f"troupe-compiled-{os.getuid()}").rmdir()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    for _ in range(2):  # it is found again
+        _set_compile_cache()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{shared}/troupe-compiled-{os.getuid()}"
 
 
 @pytest.mark.parametrize("path", ["/tmp", "/dev/shm", "/var/tmp", "/", "/tmp/../tmp/."])

@@ -57,7 +57,7 @@ from troupe.cluster.state import (
     write_state,
 )
 from troupe.cluster.supervisor import Supervisor, longest_stop
-from troupe.disks import own_directory, strangers_part, writable_by_all
+from troupe.disks import own_directory, replaceable_part, strangers_part, writable_by_all
 from troupe.rpc.addresses import (
     LOOPBACKS,
     http_url,
@@ -187,11 +187,8 @@ class EmbeddedCluster:
                 "engines and the trainer share the only device: limit the memory of SGLang servers "
                 "(--mem-fraction-static in `engine.launch`)"
             )
-        if writable_by_all(Path.cwd()):
-            self._tell(
-                f"jobs import modules from {Path.cwd()}, where every user may write: start the "
-                "cluster in a directory of your own"
-            )
+        assert settings.transfer_dir is not None  # resolved
+        self._tell_open_places(settings.transfer_dir)
         ports = pick_ports(
             port_names(settings, devices), host=settings.host, fixed=self._fixed_ports()
         )
@@ -244,7 +241,6 @@ class EmbeddedCluster:
         )
         port = ports.get("control_panel")
         panel = http_url(settings.reachable_host, port) if port else ""
-        assert settings.transfer_dir is not None  # resolved
         # Before the state exists: the end removes the directory that it names.
         _make_transfer_dir(settings.transfer_dir)
         self._state = ClusterState(
@@ -278,6 +274,25 @@ class EmbeddedCluster:
                 self._supervisor, self._membership, settings.trainer_idle_seconds
             )
             self._elastic = asyncio.create_task(elastic, name="elastic-trainers")
+
+    def _tell_open_places(self, transfer_dir: Path) -> None:
+        """Name directories in which other users may put code for jobs, or replace what is there."""
+        here, whose = Path.cwd(), ""
+        if writable_by_all(here):
+            whose = "where every user may write"
+        elif (owner := here.stat().st_uid) not in (0, os.geteuid()):
+            whose = f"which belongs to another user (uid {owner})"
+        if whose:
+            self._tell(
+                f"jobs import modules from {here}, {whose}: start the cluster in a directory of "
+                "your own"
+            )
+        found = {replaceable_part(one) for one in (self.settings.data_dir, transfer_dir)}
+        for part in found - {None}:
+            self._tell(
+                f"every user may replace the cluster's directories in {part}: set its sticky bit "
+                f"(chmod +t {part}), or name others (--data-dir, TROUPE_TRANSFER_DIR)"
+            )
 
     async def _follow_demand(
         self, supervisor: Supervisor, membership: NodeMembership, idle_seconds: float
