@@ -40,8 +40,8 @@ JOB: Final[Table] = _table(
         "PAUSING": "PAUSED CANCELLING SUCCEEDED FAILED",
         "PAUSED": "SUBMITTED CANCELLING",
         "CANCELLING": "CANCELLED",
-        "SUCCEEDED": "",
-        # A resume starts again from the last committed step.
+        # A resume starts again from the last committed step; a job that has succeeded gets more.
+        "SUCCEEDED": "SUBMITTED",
         "FAILED": "SUBMITTED",
         "CANCELLED": "SUBMITTED",
     },

@@ -89,6 +89,12 @@ class JobView(View):
     split_hint: str
     """The change of engines or trainers that would shorten the job's steps; empty if none would, or
     if measurements are too few."""
+    early_end: dict[str, Any] | None
+    """The decision to end before the last step: `field`, `step`, `text`."""
+    best: dict[str, Any] | None
+    """The best checkpoint: `metric`, `value`, `step`, `versions` by policy."""
+    ran_seconds: float
+    """Time that the job has run, as `limits.job_seconds` counts it."""
     resolved: list[SettingView]
     """Resolved values of settings that the job leaves open; a field has several values where
     workers differ."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import secrets
 import shutil
@@ -16,6 +17,8 @@ from troupe.storage import LocalPlace
 
 BEST: Final = "best"
 """Folder of a job's best checkpoint (`checkpoint.best`), laid out as `checkpoints` is."""
+BEST_FILE: Final = "best.json"
+"""The manifest of the best checkpoint, with the metric and its value."""
 _NAME: Final = re.compile(r"v([0-9]{1,18})")
 # Directories left behind by processes that were killed while writing or deleting a checkpoint.
 _LEFT: Final = re.compile(r"\.v([0-9]+)\.")
@@ -35,6 +38,16 @@ def versions_of_all(job: Path) -> dict[str, list[tuple[int, Path]]]:
         for path in sorted((job / folder).glob("*")):
             found.setdefault(path.name, {}).update(versions_in(path))
     return {policy: sorted(there.items()) for policy, there in sorted(found.items()) if there}
+
+
+def exported_version(job: Path, policy: str) -> int | None:
+    """Return the version of a policy that exports take by default, if the job names one
+    (`stop.best: exported`); None: the newest."""
+    try:
+        content = json.loads((job / BEST / BEST_FILE).read_text(encoding="utf-8"))
+        return int(content["policies"][policy]["version"]) if content.get("exported") else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def prune(directory: Path, keep: int) -> None:
@@ -73,8 +86,8 @@ def none_such(policy: str, version: int | None, known: Iterable[str]) -> NotFoun
 
 
 def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None) -> Path:
-    """Return the directory of a kept checkpoint; by default of the only policy and the newest
-    version.
+    """Return the directory of a kept checkpoint; by default of the only policy and its newest
+    version, or the best one where `stop.best` says `exported`.
 
     Raises `NotFound`, naming the checkpoints that exist.
     """
@@ -90,6 +103,7 @@ def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None)
     policy = only_policy(kept, policy)
     if policy not in kept:
         policy = _played(job, policy)
+    version = exported_version(job, policy) if version is None else version
     found = [path for at, path in kept.get(policy, []) if version in (None, at)]
     if not found:
         raise none_such(policy, version, [f"{p}@{v}" for p in kept for v, _ in kept[p]])

@@ -49,8 +49,11 @@ class JobState(StrEnum):
 
     @property
     def resumable(self) -> bool:
-        """Whether the job can be resumed."""
-        return states.allowed(states.JOB, self.number, common_pb.JOB_STATE_SUBMITTED)
+        """Whether the job can be resumed as it is; one that has succeeded goes on only under
+        another specification."""
+        return self != JobState.SUCCEEDED and states.allowed(
+            states.JOB, self.number, common_pb.JOB_STATE_SUBMITTED
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,30 @@ class Interval(Record):
 
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class EarlyEnd(Record):
+    """The decision that a job ends before its last step."""
+
+    # The field of the specification that says so: "stop" or "limits.job_seconds".
+    field: str
+    # Steps that were done when it was decided.
+    step: int
+    # The reason, for people.
+    text: str
+
+
+@dataclass(frozen=True)
+class BestCheckpoint(Record):
+    """The checkpoint that a job keeps for the best value of a metric."""
+
+    metric: str
+    value: float
+    # Steps after which it was saved.
+    step: int
+    # By policy.
+    versions: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -102,6 +129,12 @@ class Job(Record, id_from="job_id"):
     """Intervals of the scores in `before`, by score."""
     after_intervals: dict[str, Interval] = field(default_factory=dict)
     """Intervals of the scores in `after`, by score."""
+    early_end: EarlyEnd | None = None
+    """Why it ends, or has ended, before its last step; None: it does not."""
+    best: BestCheckpoint | None = None
+    """The best checkpoint, if the job keeps one."""
+    ran_seconds: float = 0.0
+    """Seconds that it has run, as `limits.job_seconds` counts them."""
     spec_json: str = field(repr=False, default="")
 
     @property

@@ -143,6 +143,7 @@ CHANGEABLE: Final = (
     "evaluations",
     "checkpoint",
     "limits",
+    "stop",
     "logging",
 )
 _ABSENT: Final = object()

@@ -26,9 +26,11 @@ from troupe.job.section import (
 )
 from troupe.job.sections import (
     AgentSpec,
+    BestSpec,
     CheckpointSpec,
     CodeSpec,
     CurriculumSpec,
+    EarlyStopSpec,
     EvaluationSetSpec,
     EvaluationSpec,
     LimitsSpec,
@@ -95,6 +97,8 @@ class JobFields(Section):
     """Durable training state, from which a job continues after a crash."""
     limits: LimitsSpec = LimitsSpec()
     """Deadlines and bounds."""
+    stop: EarlyStopSpec | None = None
+    """End the job early, by a metric. Default: it runs for `pipeline.steps`."""
     logging: LoggingSpec = LoggingSpec()
     """Metric sinks."""
 
@@ -134,6 +138,21 @@ class JobFields(Section):
         """Return an evaluation by name; "" is the section `evaluation`, even if it has no
         queries."""
         return self.evaluations[name] if name else self.evaluation
+
+    @property
+    def best(self) -> BestSpec | EarlyStopSpec | None:
+        """The section whose `metric` and `mode` choose the best checkpoint; None: none is kept."""
+        kept = self.stop if self.stop is not None and self.stop.best else None
+        return self.checkpoint.best or kept
+
+    @property
+    def best_intervals(self) -> list[int]:
+        """The numbers of steps between values of the metric that chooses the best checkpoint; 0:
+        only after the last step. Empty if no best checkpoint is kept."""
+        best = self.best
+        if isinstance(best, EarlyStopSpec) and not best.of_evaluation:
+            return [1]
+        return [] if best is None else [one.every for one in self.evaluation_sets.values()]
 
     @property
     def balances(self) -> bool:

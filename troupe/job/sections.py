@@ -18,7 +18,9 @@ from troupe.job.section import (
     COLUMN,
     MAX_AGENTS,
     MAX_COEFFICIENT,
+    MAX_NORM,
     MAX_QUERIES,
+    MAX_STEPS,
     MAX_TRAJECTORIES,
     NAME,
     Queries,
@@ -426,6 +428,41 @@ class BestSpec(Section):
         return metric
 
 
+class EarlyStopSpec(Section):
+    """End the job early, by the values of one metric. The last checkpoint and the final evaluation
+    follow, as after the last step (docs/training.md)."""
+
+    metric: str = Field(min_length=1, max_length=256)
+    """A metric of steps or of an evaluation: `reward/mean`, `solver/entropy`,
+    `evaluation/team/mean`. Values before the first step do not count."""
+    mode: Literal["max", "min"] = "max"
+    """Whether higher or lower values are better."""
+    at: float | None = Field(default=None, ge=-MAX_NORM, le=MAX_NORM)
+    """Stop as soon as a value is as good as this. Default: no threshold."""
+    patience: int | None = Field(default=None, ge=1, le=MAX_STEPS)
+    """Stop after so many values in succession that do not improve on the best one. Default: no
+    limit."""
+    min_delta: float = Field(default=0.0, ge=0, le=MAX_NORM)
+    """`patience`: a value improves if it is better than the best one by more than this."""
+    best: Literal["kept", "exported"] | None = None
+    """`kept`: also keep the checkpoint with the best value of the metric, whatever
+    `checkpoint.keep` is; `exported`: and exports without a version take it. If the metric is one of
+    steps, a checkpoint is written after each step that is the best so far; not in mode `async`."""
+
+    @model_validator(mode="after")
+    def _decides(self) -> Self:
+        if self.at is None and self.patience is None:
+            raise ValueError("neither `at` nor `patience` is given, so it never stops; give one")
+        if self.min_delta and self.patience is None:
+            raise ValueError("min_delta: only `patience` heeds it; give that, or leave it out")
+        return self
+
+    @property
+    def of_evaluation(self) -> bool:
+        """Whether evaluations log the metric, rather than steps."""
+        return self.metric.startswith((metric_names.EVALUATION, metric_names.EVALUATIONS))
+
+
 class CheckpointSpec(Section):
     """Checkpoints that `transformers` loads."""
 
@@ -460,6 +497,10 @@ class LimitsSpec(Section):
     counts, without waits for engines and the reward service."""
     step_seconds: Seconds = 7200
     """Time limit of one step, rollout and training together."""
+    job_seconds: Seconds | None = None
+    """The job ends after the step or evaluation in which it has run for this long, in the same way
+    as after its last step. Its time in the state `running` counts, unless policies with work wait
+    for trainers that other jobs have. Default: no limit."""
     trajectory_retries: int = Field(default=0, ge=0, le=100)
     """Retries of a trajectory whose environment or tool failed, with the same seed and within
     `trajectory_seconds`. A failed attempt leaves nothing behind."""

@@ -13,6 +13,7 @@ from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.data import TasksSpec
 from troupe.job.fields import JobFields
+from troupe.job.metrics import evaluation_of_metric, evaluation_prefix, metric_problem
 from troupe.job.policy import server_of
 from troupe.job.population import Pools
 from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
@@ -165,7 +166,33 @@ class JobSpec(JobFields):
                     f"checkpoint.best.metric: `{best.metric}` is of no evaluation of this job; its "
                     f"metrics begin with {', '.join(prefixes) or 'nothing: it has none'}"
                 )
+        self._check_stop()
         return self
+
+    def _check_stop(self) -> None:
+        stop, best = self.stop, self.checkpoint.best
+        if stop is None:
+            return
+        if problem := metric_problem(self, stop.metric):
+            raise ValueError(f"stop.metric: {problem}")
+        if stop.of_evaluation:
+            name = evaluation_of_metric(stop.metric)
+            if not self.evaluation_of(name).every:
+                field = f"evaluations.{name}" if name else "evaluation"
+                raise ValueError(
+                    f"{field}.every: is 0, so `stop` would see no value before the last step; set "
+                    "the steps between evaluations"
+                )
+        elif stop.best and self.pipeline.mode == "async":
+            raise ValueError(
+                "stop.best: in mode `async` steps overlap, so no checkpoint belongs to a value of "
+                f"`{stop.metric}`; choose a metric of an evaluation, or another mode"
+            )
+        if stop.best and best is not None and (best.metric, best.mode) != (stop.metric, stop.mode):
+            raise ValueError(
+                f"stop.best: checkpoint.best already chooses by `{best.metric}` (mode "
+                f"`{best.mode}`), and a job keeps one best checkpoint; leave one of them out"
+            )
 
     def _check_success(self, field: str, success: str | None) -> None:
         known = (metric_names.TEAM, *self.agents, *self.rewards)
@@ -662,8 +689,3 @@ def policy_of(spec: Mapping[str, Any], name: str) -> str:
         remedy=f"Policies: {', '.join(sorted(policies)) or 'none'}; "
         f"agents: {', '.join(played) or 'none'}.",
     )
-
-
-def evaluation_prefix(name: str) -> str:
-    """Return the prefix of an evaluation's metrics; `name` is "" for the section `evaluation`."""
-    return f"{metric_names.EVALUATIONS}{name}/" if name else metric_names.EVALUATION

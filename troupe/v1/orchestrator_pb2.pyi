@@ -335,6 +335,9 @@ class Job(_message.Message):
     SPLIT_HINT_FIELD_NUMBER: _builtins.int
     BEFORE_INTERVALS_FIELD_NUMBER: _builtins.int
     AFTER_INTERVALS_FIELD_NUMBER: _builtins.int
+    EARLY_END_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
+    RAN_SECONDS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     state: _common_pb2.JobState.ValueType
@@ -351,6 +354,8 @@ class Job(_message.Message):
     """Which change of its engines or trainers would shorten its steps, for people; empty: none, or
     too little is measured.
     """
+    ran_seconds: _builtins.float
+    """Seconds that it has run, by the rules of `limits.job_seconds`."""
     @_builtins.property
     def problem(self) -> _common_pb2.Problem:
         """Why it failed, or what it waits for; of one that succeeded: why it taught nothing."""
@@ -385,6 +390,14 @@ class Job(_message.Message):
 
     @_builtins.property
     def after_intervals(self) -> _containers.MessageMap[_builtins.str, Global___ScoreInterval]: ...
+    @_builtins.property
+    def early_end(self) -> Global___EarlyEnd:
+        """Why it ended before its last step; absent: it did not."""
+
+    @_builtins.property
+    def best(self) -> Global___BestCheckpoint:
+        """The best checkpoint, if the job keeps one and has found one."""
+
     def __init__(
         self,
         *,
@@ -409,16 +422,112 @@ class Job(_message.Message):
         split_hint: _builtins.str = ...,
         before_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
         after_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
+        early_end: Global___EarlyEnd | None = ...,
+        best: Global___BestCheckpoint | None = ...,
+        ran_seconds: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "created_at", b"created_at", "ended_at", b"ended_at", "problem", b"problem", "started_at", b"started_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "best", b"best", "created_at", b"created_at", "early_end", b"early_end", "ended_at", b"ended_at", "problem", b"problem", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "activity", b"activity", "after", b"after", "after_intervals", b"after_intervals", "before", b"before", "before_intervals", b"before_intervals", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "problem", b"problem", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "activity", b"activity", "after", b"after", "after_intervals", b"after_intervals", "before", b"before", "before_intervals", b"before_intervals", "best", b"best", "created_at", b"created_at", "directory", b"directory", "early_end", b"early_end", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "problem", b"problem", "ran_seconds", b"ran_seconds", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__best: _TypeAlias = _typing.Literal["best"]  # noqa: Y015
+    _WhichOneofArgType__best: _TypeAlias = _typing.Literal["_best", b"_best"]  # noqa: Y015
+    _WhichOneofReturnType__early_end: _TypeAlias = _typing.Literal["early_end"]  # noqa: Y015
+    _WhichOneofArgType__early_end: _TypeAlias = _typing.Literal["_early_end", b"_early_end"]  # noqa: Y015
     _WhichOneofReturnType__problem: _TypeAlias = _typing.Literal["problem"]  # noqa: Y015
     _WhichOneofArgType__problem: _TypeAlias = _typing.Literal["_problem", b"_problem"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best) -> _WhichOneofReturnType__best | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__early_end) -> _WhichOneofReturnType__early_end | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__problem) -> _WhichOneofReturnType__problem | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
+
+@_typing.final
+class EarlyEnd(_message.Message):
+    """The decision that a job ends before `pipeline.steps`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    """The field of the specification that says so: "stop" or "limits.job_seconds"."""
+    step: _builtins.int
+    """Steps that were done when it was decided."""
+    text: _builtins.str
+    """For people: the metric, its value and the rule, or the time."""
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        step: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "step", b"step", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EarlyEnd: _TypeAlias = EarlyEnd  # noqa: Y015
+
+@_typing.final
+class BestCheckpoint(_message.Message):
+    """The checkpoint that a job keeps for the best value of a metric."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class VersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    METRIC_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    metric: _builtins.str
+    value: _builtins.float
+    step: _builtins.int
+    """Steps after which it was saved."""
+    @_builtins.property
+    def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By policy."""
+
+    def __init__(
+        self,
+        *,
+        metric: _builtins.str = ...,
+        value: _builtins.float = ...,
+        step: _builtins.int = ...,
+        versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metric", b"metric", "step", b"step", "value", b"value", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BestCheckpoint: _TypeAlias = BestCheckpoint  # noqa: Y015
 
 @_typing.final
 class ScoreInterval(_message.Message):

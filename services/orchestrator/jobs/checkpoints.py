@@ -22,7 +22,15 @@ from services.chassis.folders import files_below, read_folder, write_folder
 from services.orchestrator.context import JobContext
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.records import timestamp
-from troupe.checkpoints.retention import BEST, none_such, prune, remove, versions_of_all
+from troupe.checkpoints.retention import (
+    BEST,
+    BEST_FILE,
+    exported_version,
+    none_such,
+    prune,
+    remove,
+    versions_of_all,
+)
 from troupe.disks import replace_file
 from troupe.job import JobSpec
 from troupe.rpc import Aborted, ResourceExhausted
@@ -31,8 +39,6 @@ from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
-# Manifest of the best checkpoint, with the metric and its value.
-_BEST_FILE: Final = "best.json"
 _MANIFEST_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
 
 
@@ -89,8 +95,10 @@ def list_checkpoints(directory: Path) -> list[orchestrator_pb.Checkpoint]:
 def find_checkpoint(
     directory: Path, policy: str, version: int | None
 ) -> orchestrator_pb.Checkpoint:
-    """Return a policy's checkpoint of a version, by default the newest. Raises `NotFound`."""
+    """Return a policy's checkpoint of a version, by default the newest, or the best one where
+    `stop.best` says `exported`. Raises `NotFound`."""
     every = list_checkpoints(directory)
+    version = exported_version(directory, policy) if version is None else version
     found = [one for one in every if one.policy == policy and version in (None, one.version)]
     if found:
         return found[-1]
@@ -122,25 +130,32 @@ async def export(
 def best_value(directory: Path, metric: str) -> float | None:
     """Return the value of `metric` of a job's best checkpoint; None if there is none."""
     try:
-        content = json.loads((directory / BEST / _BEST_FILE).read_text(encoding="utf-8"))
+        content = json.loads((directory / BEST / BEST_FILE).read_text(encoding="utf-8"))
         return float(content["value"]) if content["metric"] == metric else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def keep_best(
-    directory: Path, step: int, versions: Mapping[str, float], metric: str, value: float
+    directory: Path,
+    step: int,
+    versions: Mapping[str, float],
+    metric: str,
+    value: float,
+    *,
+    exported: bool = False,
 ) -> bool:
     """Keep the checkpoint after `step` steps regardless of newer ones.
 
     Its files are linked, so both checkpoints share the space while they exist. The former best one
     stays until this one is complete. Returns False and keeps nothing if the checkpoint is not of
-    `versions`, by policy, to which `value` belongs. Raises `OSError`.
+    `versions`, by policy, to which `value` belongs. `exported`: exports take it by default. Raises
+    `OSError`.
     """
     manifest = json.loads((directory / "checkpoints" / f"manifest-step{step}.json").read_text())
     if any(one["version"] != versions.get(p) for p, one in manifest["policies"].items()):
         return False
-    content = {**manifest, "metric": metric, "value": value}
+    content = {**manifest, "metric": metric, "value": value, "exported": exported}
     folder = directory / BEST
     kept = set()
     for policy, one in manifest["policies"].items():
@@ -151,9 +166,9 @@ def keep_best(
             scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.new")
             shutil.copytree(directory / one["path"], scratch, copy_function=_link)
             scratch.replace(target)
-    draft = folder / f".{_BEST_FILE}.new"
+    draft = folder / f".{BEST_FILE}.new"
     draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    draft.replace(folder / _BEST_FILE)
+    draft.replace(folder / BEST_FILE)
     for path in folder.glob("*/*"):
         if path not in kept:
             remove(path)

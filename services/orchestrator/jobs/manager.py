@@ -20,6 +20,7 @@ from services.orchestrator.crash_loops import LaunchGuard
 from services.orchestrator.errors import cancel_all
 from services.orchestrator.functions import Catalogue
 from services.orchestrator.jobs.runner import JobRunner
+from services.orchestrator.jobs.stopping import JOB_SECONDS, EarlyEnd
 from services.orchestrator.state.job_store import Superseded, same_submission
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import NO_STATE
@@ -136,8 +137,8 @@ class Jobs:
             return record
 
     async def resume(self, job_id: str, text: str = "") -> JobRecord:
-        """Continue a paused, failed or cancelled job from its last committed step, with the
-        specification `text` if given.
+        """Continue a paused, failed or cancelled job, or one that ended early, from its last
+        committed step, with the specification `text` if given.
 
         Raises `FailedPrecondition` naming every difference that would make it another job, and
         `InvalidArgument` naming every fault of the specification.
@@ -163,10 +164,12 @@ class Jobs:
                 self._launch_if_left(record)
                 return record
             self._check_turns(job_id, spec or record.spec())
+            if record.state == common_pb.JOB_STATE_SUCCEEDED and record.early_end:
+                check_goes_on(record, spec or record.spec())
             record = await self._shared.store.move(
                 job_id,
                 common_pb.JOB_STATE_SUBMITTED,
-                sources=_RESUMABLE,
+                sources=(*_RESUMABLE, record.state) if record.early_end else _RESUMABLE,
                 spec_json=spec.model_dump_json() if spec is not None and changes else None,
             )
             if changes:
@@ -403,6 +406,24 @@ def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
             remedy="Undo these changes, or submit it as a new job.",
         )
     return differences(old, spec)
+
+
+def check_goes_on(record: JobRecord, spec: JobSpec) -> None:
+    """Raise `FailedPrecondition` if a job that ended early would end again at once under `spec`."""
+    end = EarlyEnd.of(spec, record)
+    if end is None:
+        return
+    limit = end.field == JOB_SECONDS
+    raise FailedPrecondition(
+        f"job {record.job_id} ended early after step {end.step}, and would end again: {end.text}",
+        kind="job_ended_early",
+        field=end.field,
+        value=spec.limits.job_seconds if limit else spec.stop.metric if spec.stop else None,
+        remedy=f"Resume it with a larger `{JOB_SECONDS}`, or without one (it has run for "
+        f"{record.ran_seconds:.0f} s)."
+        if limit
+        else "Resume it with another `stop` (`at`, `patience`, ...), or without one.",
+    )
 
 
 def _explain(error: JobSpecError) -> InvalidArgument:

@@ -201,7 +201,11 @@ class JobRunner:
             self._population.attach(context.dispatch, engines)
         self._progress = progress = JobProgress(context, self._record, self._sinks, self._past)
         background = run_all(
-            engines.run(), context.dispatch.run(), context.tables.run(), self._watch_epoch()
+            engines.run(),
+            context.dispatch.run(),
+            context.tables.run(),
+            self._watch_epoch(),
+            progress.watch_clock(),
         )
         await run_with_background(self._run_steps(progress, engines), background)
         return trainers, progress
@@ -286,6 +290,7 @@ class JobRunner:
     async def _run_steps(self, progress: JobProgress, engines: Engines) -> None:
         """Prepare engines, then run all steps. Raises `_PauseRequested`."""
         await self._unless_paused(self._prepare(engines))
+        progress.clock.start()
         while not progress.finished:
             await self._unless_paused(progress.catch_up())
             await progress.advance()

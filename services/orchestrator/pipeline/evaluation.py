@@ -29,9 +29,9 @@ from troupe.contracts.metric_names import (
     TEAM_MEAN,
     TEAM_SCORE,
 )
+from troupe.job.metrics import evaluation_prefix
 from troupe.job.section import MAX_QUERIES, MAX_TRAJECTORIES
 from troupe.job.sections import EvaluationSpec
-from troupe.job.spec import evaluation_prefix
 from troupe.scheduling import admission
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb

@@ -614,12 +614,24 @@ class StepWindow:
             )
         self._cursor = Cursor(curriculum)
         self._open: deque[tuple[StepRunner, asyncio.Task[dict[str, float]]]] = deque()
-        self._resumed = False
+        self._resumed = self._starting = False
+        # Whether an earlier runner may have left open steps that are not resumed.
+        self._left = True
         # The first step that may not open yet, because an evaluation or a checkpoint comes first.
         self._until = first
         self._closing = False
         context.committed.update(dict.fromkeys(self._alpha, first))
         context.served.update(context.committed)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step is open, or being opened, or left open by an earlier runner."""
+        return not (self._open or self._starting or self._left)
+
+    async def look(self) -> None:
+        """Find out whether an earlier runner has left an open step."""
+        if not self._resumed:
+            self._left = (await self._get_step(self._next)).open
 
     def close(self) -> None:
         """Stop opening steps; `run` returns when the open ones are over."""
@@ -694,7 +706,7 @@ class StepWindow:
             self._cursor.see(one)
         for one in steps:
             await self._start(one)
-        self._resumed = True
+        self._resumed, self._left = True, False
 
     async def _get_step(self, step: int) -> store_pb.GetStepResponse:
         request = store_pb.GetStepRequest(job_id=self._context.job.job_id, step=step)
@@ -712,8 +724,10 @@ class StepWindow:
             lambda: self._will_follow(step + 1),
             partial(self._begin_early, step + 1),
         )
+        self._starting = True
         await runner.open(found)
         self._open.append((runner, asyncio.create_task(runner.run())))
+        self._starting = False
         self._next += 1
         self._context.tables.touch()
 

@@ -58,6 +58,11 @@ class PolicyDemand:
         self._arrivals = binding.ReadyOrder()
         self._idle_since = time.monotonic()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether work was ready when it was last looked at."""
+        return self._arrivals.oldest is not None
+
     @contextmanager
     def needed(self) -> Iterator[None]:
         """Ask for a worker although no step is open: for weights, or a checkpoint."""

@@ -82,6 +82,13 @@ class Trainers:
             return_exceptions=True,
         )
 
+    @property
+    def wait_for_others(self) -> bool:
+        """Whether policies have work, but all trainers that could do it have policies of other
+        jobs."""
+        leases = [trainer.lease for trainer in self.policies.values()]
+        return any(one.waits for one in leases) and not any(one.workers.leader for one in leases)
+
     def began_with(self, versions: Mapping[str, int]) -> None:
         """Sets, by policy, the version of its restart: older versions' samples are not trained."""
         for policy, version in versions.items():
@@ -114,8 +121,8 @@ class PolicyTrainer:
     ) -> None:
         self._job = job
         self.policy = policy
-        self._lease = TrainerLease(job, policy, team.tables)
-        self._workers = self._lease.workers
+        self.lease = TrainerLease(job, policy, team.tables)
+        self._workers = self.lease.workers
         self._workers.was_bound = newest is not None
         self._weights = None if newest is None else newest.weights
         self._binding = asyncio.Lock()
@@ -148,7 +155,7 @@ class PolicyTrainer:
     @property
     def progress(self) -> trainer_pb.StepEvent | None:
         """The newest event of the running step, if there is one."""
-        return self._lease.demand.progress
+        return self.lease.demand.progress
 
     @property
     def shortage(self) -> str:
@@ -162,20 +169,20 @@ class PolicyTrainer:
     @property
     def suspended(self) -> bool:
         """Whether its training state is suspended and waits for a device."""
-        return self._lease.suspension.state is not None
+        return self.lease.suspension.state is not None
 
     def take_swaps(self) -> dict[str, float]:
         """Return the suspensions and resumptions since the last call, and the seconds they cost."""
-        count, seconds = self._lease.suspension.take_swaps()
+        count, seconds = self.lease.suspension.take_swaps()
         return {"swaps": float(count), "swap_seconds": seconds} if count else {}
 
     async def bind(self, deadline: Deadline) -> WorkerHandle:
         """Return the worker that has bound the policy; bind it if there is none."""
-        with self._lease.demand.needed():
+        with self.lease.demand.needed():
             return await self._bind(deadline)
 
     async def _bind(self, deadline: Deadline) -> WorkerHandle:
-        attempts, lease, deaths = RetryBackoff(deadline), self._lease, self._job.shared.deaths
+        attempts, lease, deaths = RetryBackoff(deadline), self.lease, self._job.shared.deaths
         async with self._binding:
             while True:
                 self._crash_guard.check()
@@ -209,7 +216,7 @@ class PolicyTrainer:
 
     async def run_step(self, step: int, deadline: Deadline) -> store_pb.StepCommit:
         """Train a step and return its commit, on as many workers as it takes."""
-        attempts, lease = RetryBackoff(deadline), self._lease
+        attempts, lease = RetryBackoff(deadline), self.lease
         with lease.demand.training(step):
             while True:
                 try:
@@ -239,7 +246,7 @@ class PolicyTrainer:
             self._weights = commit.weights
             # The bound worker, or the suspended state, may still be at the version before.
             self._workers.bound = False
-            self._lease.suspension.discard()
+            self.lease.suspension.discard()
         return commit
 
     async def restart(self, left: int, checksum: str, deadline: Deadline) -> common_pb.WeightsRef:
@@ -253,7 +260,7 @@ class PolicyTrainer:
         attempts, weight_versions = RetryBackoff(deadline), self._job.shared.weight_versions
         while True:
             try:
-                with self._lease.demand.needed():
+                with self.lease.demand.needed():
                     worker = await self._bind(deadline)
                     if self.weights.version != left:
                         return self.weights  # an earlier attempt came this far
@@ -265,7 +272,7 @@ class PolicyTrainer:
                         checksum=checksum,
                     )
                     deadline.report(f"{self.policy} begins again")
-                    with self._lease.demand.in_use():
+                    with self.lease.demand.in_use():
                         async with self._workers.while_alive(worker):
                             response = await worker.trainer.Restart(request, timeout=deadline.left)
                 job_id, epoch = self._job.job_id, self._job.epoch
@@ -315,7 +322,7 @@ class PolicyTrainer:
 
         Repeatable; no step may run. Raises `TroupeError` when that does not succeed in time.
         """
-        attempts, lease = RetryBackoff(deadline), self._lease
+        attempts, lease = RetryBackoff(deadline), self.lease
         async with self._binding:
             await deadline.wait(lease.settled())
             while (worker := self.worker) is not None:
@@ -329,15 +336,15 @@ class PolicyTrainer:
 
     async def release(self, seconds: float) -> None:
         """Free devices and memory. Raises `TroupeError`."""
-        await self._lease.release(seconds)
+        await self.lease.release(seconds)
 
     def close(self) -> None:
         """End the lease."""
-        self._lease.close()
+        self.lease.close()
 
     async def _next_worker(self, deadline: Deadline) -> WorkerHandle:
         """Wait for the worker that the scheduler assigns."""
-        lease, registry = self._lease, self._job.shared.workers
+        lease, registry = self.lease, self._job.shared.workers
         while True:
             self._workers.check()
             await deadline.wait(lease.settled())
@@ -356,7 +363,7 @@ class PolicyTrainer:
             self._crash_guard.check()
 
     async def _bind_to(self, worker: WorkerHandle, deadline: Deadline) -> None:
-        known, lease = self._weights, self._lease
+        known, lease = self._weights, self.lease
         if known is not None and (state := lease.suspension.state) is not None:
             resumed = state.version == known.version and await self._resume(worker, state, deadline)
             lease.suspension.discard()
@@ -375,7 +382,7 @@ class PolicyTrainer:
         deadline.report(f"loading {self.policy} on {worker}")
         async with self._workers.while_alive(worker):
             response = await worker.trainer.Bind(request, timeout=limit)
-        resolved = self._lease.demand.memory.resolved(response.resolved)
+        resolved = self.lease.demand.memory.resolved(response.resolved)
         await self._job.shared.store.note_resolved(self._job.job_id, resolved)
         if known is None:
             newest = await self._job.shared.weight_versions.open(
@@ -408,7 +415,7 @@ class PolicyTrainer:
             request_id=new_id("resume"),
             job_id=self._job.job_id,
             policy=self.policy,
-            spec_json=await self._lease.specification_on(worker),
+            spec_json=await self.lease.specification_on(worker),
             version=self.weights.version,
             checksum=self.weights.checksum,
             state=state,
@@ -420,16 +427,16 @@ class PolicyTrainer:
             async with self._workers.while_alive(worker):
                 response = await worker.trainer.Resume(request, timeout=limit)
         except TroupeError as error:
-            self._lease.suspension.discard()
+            self.lease.suspension.discard()
             if isinstance(error, (Unavailable, DeadlineExceeded)):
                 raise
             begins = f", step {state.step + 1} restarts" if state.HasField("step") else ""
             await self._job.warn(f"{self.policy} is reloaded on {worker}{begins}: {error}")
             return False
-        resolved = self._lease.demand.memory.resolved(response.resolved)
+        resolved = self.lease.demand.memory.resolved(response.resolved)
         await self._job.shared.store.note_resolved(self._job.job_id, resolved)
-        self._lease.suspension.resumed(response.seconds)
-        self._lease.mark_bound(response.state_bytes)
+        self.lease.suspension.resumed(response.seconds)
+        self.lease.mark_bound(response.state_bytes)
         return True
 
     async def _follow(
@@ -449,7 +456,7 @@ class PolicyTrainer:
             async for event in worker.trainer.RunStep(request, timeout=deadline.left):
                 if self.progress is None or event.samples > self.progress.samples:
                     attempts.reset()
-                self._lease.demand.note(event)
+                self.lease.demand.note(event)
                 if event.HasField("commit"):
                     return event.commit
         raise Unavailable(f"{worker} ended the step of {self.policy} without a commit")
@@ -464,7 +471,7 @@ class PolicyTrainer:
         """Give the worker up that could not bind the policy, or its group."""
         if len(self._workers.group) > 1:
             self._note_lost()
-            self._lease.give_up_group()
+            self.lease.give_up_group()
         else:
             self._workers.unassign(avoid=worker)
 
@@ -478,7 +485,7 @@ class PolicyTrainer:
             workers.unassign()
         elif len(workers.group) > 1 and (workers.broken or error.kind in _GANG_ENDED):
             self._note_lost()
-            self._lease.give_up_group()
+            self.lease.give_up_group()
         elif error.kind in RENEWABLE:
             workers.bound = False
 

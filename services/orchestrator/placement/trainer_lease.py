@@ -68,6 +68,11 @@ class TrainerLease:
             swap=suspension.swap_seconds,
         )
 
+    @property
+    def waits(self) -> bool:
+        """Whether the policy has work, and no worker."""
+        return self.workers.leader is None and self.demand.has_work
+
     def mark_bound(self, state_bytes: int) -> None:
         """Note that the leader has bound the policy; `state_bytes`: of its training state on each
         device, 0 if unknown."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
@@ -332,12 +333,17 @@ class JobStore:
         return int(await self._redis.run_script("adopt", [JobKeys(job_id).record], [self.instance]))
 
     async def finish_step(
-        self, job_id: str, epoch: int, step: int, values: Mapping[str, float]
+        self,
+        job_id: str,
+        epoch: int,
+        step: int,
+        values: Mapping[str, float],
+        fields: Mapping[str, str] = MappingProxyType({}),
     ) -> bool:
-        """Count step `step` (from 0) as over and log its metrics, once."""
-        return await self._record(
-            job_id, epoch, ("step", str(step)), step + 1, values, {"step": str(step + 1)}
-        )
+        """Count step `step` (from 0) as over and log its metrics, once, and with them `fields` of
+        the record."""
+        update = {"step": str(step + 1), **fields}
+        return await self._record(job_id, epoch, ("step", str(step)), step + 1, values, update)
 
     async def log_evaluation(
         self,
@@ -362,6 +368,16 @@ class JobStore:
         done = () if problem else ("checkpointed", str(step))
         fields = (*done, "checkpoint_problem", problem_field(problem))
         await self._redis.call("HSET", JobKeys(job_id).record, *fields)
+
+    async def note_ran(self, job_id: str, epoch: int, seconds: float) -> None:
+        """Note how long the job has run."""
+        await self.check_epoch(job_id, epoch)
+        await self._redis.call("HSET", JobKeys(job_id).record, "ran_seconds", repr(seconds))
+
+    async def note_best(self, job_id: str, epoch: int, best: Mapping[str, Any]) -> None:
+        """Note the checkpoint that is kept as the best one."""
+        await self.check_epoch(job_id, epoch)
+        await self._redis.call("HSET", JobKeys(job_id).record, "best", json.dumps(best))
 
     async def note_decided(
         self, job_id: str, epoch: int, decided: Mapping[str, tuple[int, str]]

@@ -86,9 +86,13 @@ _CODECS: Final[Mapping[str, _Codec]] = {
     "before": _VALUES,
     "after": _VALUES,
     "decided": _VALUES,
+    "ran_seconds": _FLOAT,
+    "watched": _VALUES,
+    "early_end": _VALUES,
+    "best": _VALUES,
 }
 # Fields that records of earlier releases lack.
-_LATER: Final = frozenset({"decided"})
+_LATER: Final = frozenset({"decided", "ran_seconds", "watched", "early_end", "best"})
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,15 @@ class JobRecord:
     # Numbers that the job leaves open (`auto`), by field: the number and how it came about. Decided
     # when the job starts, kept while it runs, and decided anew when it is resumed.
     decided: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    # Seconds that it has run (`limits.job_seconds`).
+    ran_seconds: float = 0.0
+    # What `stop` has seen of its metric (`jobs.stopping.Watched`).
+    watched: Mapping[str, Any] = field(default_factory=dict)
+    # The decision to end early (`jobs.stopping.EarlyEnd`); empty: none.
+    early_end: Mapping[str, Any] = field(default_factory=dict)
+    # The best checkpoint for people, as `orchestrator_pb.BestCheckpoint` has it; empty: none. The
+    # files in the job's directory decide.
+    best: Mapping[str, Any] = field(default_factory=dict)
     # Newest version of each policy that the orchestrator has seen in the experience store.
     versions: Mapping[str, int] = field(default_factory=dict)
     # Whether the stored record is unreadable; `problem` says why.
@@ -258,7 +271,15 @@ class JobRecord:
             activity=activity,
             split_hint=split_hint(metrics),
             created_at=timestamp(self.created_at),
+            ran_seconds=self.ran_seconds,
         )
+        if self.early_end:
+            end = self.early_end
+            job.early_end.CopyFrom(
+                orchestrator_pb.EarlyEnd(field=end["field"], step=end["step"], text=end["text"])
+            )
+        if self.best:
+            job.best.CopyFrom(orchestrator_pb.BestCheckpoint(**self.best))
         if self.started_at:
             job.started_at.CopyFrom(timestamp(self.started_at))
         if self.ended_at:

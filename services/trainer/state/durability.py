@@ -211,9 +211,7 @@ class Durability:
         """Return whether the state that `step` makes is needed on disk at once: by a checkpoint, or
         because it is the last one."""
         spec, done = self._spec, step + 1
-        every = [spec.checkpoint.every]
-        if spec.checkpoint.best is not None:
-            every += [one.every for one in spec.evaluation_sets.values()]
+        every = [spec.checkpoint.every, *spec.best_intervals]
         return done >= spec.pipeline.steps or any(n and done % n == 0 for n in every)
 
     # Writing.

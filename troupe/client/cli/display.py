@@ -454,6 +454,14 @@ def print_summary(
             highlight=False,
             soft_wrap=True,
         )
+    if job.early_end is not None:
+        text = f"early: {job.early_end.text}"
+        console.print(f"{'end':<12} {escape(text)}", highlight=False, soft_wrap=True)
+    if job.best is not None:
+        one = job.best
+        policies = ", ".join(f"{policy}@{version}" for policy, version in one.versions.items())
+        text = f"{policies} of step {one.step}: {one.metric} = {one.value:g}"
+        console.print(f"{'best':<12} {escape(text)}", highlight=False, soft_wrap=True)
     if job.split_hint:
         console.print(f"{'split':<12} {escape(job.split_hint)}", highlight=False, soft_wrap=True)
     if signals := signal_line(job):
