@@ -12,7 +12,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +37,10 @@ _MISREAD: Final = (
 )
 
 
+DEBUG_REMEDY: Final = "Debug it with `troupe workflow try JOB.yaml`, where breakpoints work."
+"""The remedy for a breakpoint in the code of a job."""
+
+
 class UserCodeExit(RuntimeError):
     """User code raised an exception that would end a thread, task or process: SystemExit,
     KeyboardInterrupt, GeneratorExit, a cancellation without a canceller, or a group with one of
@@ -43,6 +49,10 @@ class UserCodeExit(RuntimeError):
     def __init__(self, raised: BaseException) -> None:
         super().__init__(described(raised))
         self.raised = raised
+
+
+class BreakpointReached(RuntimeError):
+    """User code reached a breakpoint in a process that has no terminal."""
 
 
 class UserCodeTimeout(Exception):
@@ -171,6 +181,28 @@ class DaemonThreads(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing to do: threads end with their calls, or with the process."""
+
+
+def refuse_breakpoints(remedy: str) -> None:
+    """Have `breakpoint()` and `pdb.set_trace()` raise `BreakpointReached`, which says where they
+    stand and ends with `remedy`, in this process of a cluster: nobody could answer a debugger.
+
+    A debugger that `PYTHONBREAKPOINT` names, such as one that waits for a connection, is used.
+    """
+
+    import pdb  # unused by programs without user code
+
+    def refuse(*_: object, **__: object) -> None:
+        frame = sys._getframe(1)
+        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        raise BreakpointReached(
+            f"there is a breakpoint at {place} in {frame.f_code.co_name}, and no terminal for its "
+            f"debugger here. {remedy}"
+        )
+
+    pdb.set_trace = refuse
+    if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):
+        sys.breakpointhook = refuse
 
 
 def _started(call: Callable[[], T]) -> Future[T]:

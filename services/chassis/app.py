@@ -29,7 +29,7 @@ from troupe.outcomes import described
 from troupe.rpc import TroupeError
 from troupe.rpc.addresses import bypass_proxy
 from troupe.rpc.errors import HEALTH_PROBLEM_KEY
-from troupe.user_code import DaemonThreads, as_exception
+from troupe.user_code import DEBUG_REMEDY, DaemonThreads, as_exception, refuse_breakpoints
 
 log = structlog.get_logger("troupe.app")
 
@@ -258,6 +258,7 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
     if values is None:
         return 2
     refuse_own_end()
+    refuse_breakpoints(DEBUG_REMEDY)
     _set_thread_budget(values.threads)
     _set_compile_cache()
     bypass_proxy(values.cluster_addresses)

@@ -54,6 +54,11 @@ _TRACEBACK_CHARS: Final = 16 * 2**10
 _MAX_RESULT_BYTES: Final = 16 * 2**20
 _PR_SET_DUMPABLE: Final = 4
 
+BREAKPOINT: Final = (
+    "there is a breakpoint at {place}, and no terminal for its debugger here. Debug it with "
+    "`troupe workflow try JOB.yaml`, where breakpoints work."
+)
+
 _STDLIB: Final = sysconfig.get_paths()["stdlib"]
 
 _HEADER_BYTES: Final = 4
@@ -92,6 +97,13 @@ def initialize(service_pid: int) -> None:
         return
     tether = load_file("../../troupe/processes/tether.py")
     tether.end_with_parent(service_pid, signal.SIGKILL)
+
+
+def refuse_breakpoint(*_: object, **__: object) -> None:
+    """Stand in for `breakpoint()`: nobody could answer a debugger. Raises RuntimeError."""
+    frame = sys._getframe(1)
+    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    raise RuntimeError(BREAKPOINT.format(place=place))
 
 
 def confine(limits: list[str]) -> None:
@@ -388,9 +400,22 @@ def _memory_limit(mib: int) -> Iterator[None]:
 def _message(error: BaseException) -> str:
     """Return the type and message of an exception, which may itself raise when it is asked."""
     try:
+        if type(error).__name__ == "BdbQuit":  # `pdb.set_trace()` has read the end of its input
+            return BREAKPOINT.format(place=_last_place(error))
         return f"{type(error).__name__}: {error}"[:_TEXT_CHARS]
     except BaseException:
         return type(error).__name__[:_TEXT_CHARS]
+
+
+def _last_place(error: BaseException) -> str:
+    """Return the innermost place outside of the standard library in an exception's traceback."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(_STDLIB):
+            place = f"{os.path.basename(file)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
 
 
 def _author_view(error: BaseException) -> str:
@@ -443,6 +468,8 @@ if __name__ == "__main__":
     if options[0].startswith("--parent="):
         parent = int(options.pop(0).removeprefix("--parent="))
     initialize(parent)
+    if environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):
+        sys.breakpointhook = refuse_breakpoint
     keeper = None
     if parent:
         keeper = load_file("leftovers.py").StateKeeper(is_users, file_of)

@@ -10,6 +10,13 @@ import pytest
 
 from tests.client.conftest import Run
 
+TASKS = """
+class Tasks:
+    def __init__(self, split): ...
+    def __len__(self): return 3
+    def __getitem__(self, index): return {"question": str(index)}
+"""
+
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -26,7 +33,8 @@ def job(job_yaml: str, **code: str) -> Path:
     for name, text in code.items():
         Path(f"imported_{name}.py").write_text(text)
     path = Path("job.yaml")
-    text = job_yaml.replace("team:solve", "imported_team:solve")
+    # Ids on the hub, which are not looked up.
+    text = job_yaml.replace("/models/", "models/").replace("team:solve", "imported_team:solve")
     path.write_text(text.replace("tasks:Tasks", "imported_tasks:Tasks"))
     return path
 
@@ -44,7 +52,7 @@ def check(result: tuple[int, str, str], field: str, said: str | None) -> None:
 
 def test_validation_names_the_code_that_can_be_imported(run: Run, job_yaml: str) -> None:
     team = "async def solve(query, agents, tools): ..."
-    path = job(job_yaml, team=team, tasks="class Tasks: ...")
+    path = job(job_yaml, team=team, tasks=TASKS)
     status, out, err = run("job", "validate", str(path), "--imports")
     assert (status, err) == (0, "")
     assert out.endswith("3 steps; workflow, tasks.source can be imported\n")
@@ -160,3 +168,96 @@ def test_rows_that_the_ready_workflow_cannot_ask_are_named(
     text = job_yaml.replace("team:solve", "troupe.workflow.asking:ask")
     path = job(text.replace('{source: "tasks:Tasks"}', "{dataset: rows.jsonl}"))
     check(run("job", "validate", str(path), "--imports"), "tasks.columns", said)
+
+
+CARELESS = """
+async def solve(query, agents, tools):
+    await agents["solver"].chat(query["question"])
+    if query.index == 0:
+        await agents["slover"].chat("?")
+    await tools.call("scores", text="a")
+"""
+
+
+def problems_of(err: str) -> dict[str, str]:
+    """The messages by field and value."""
+    lines = [line.removeprefix("error: ") for line in err.splitlines()]
+    return dict(line.split(": ", 1) for line in lines)
+
+
+def test_what_a_trial_of_the_workflow_and_the_models_lack_are_lines_together(
+    run: Run, job_yaml: str, tmp_path: Path
+) -> None:
+    path = job(job_yaml, team=CARELESS, tasks=TASKS)
+    (tmp_path / "checker").mkdir()
+    (tmp_path / "checker/config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
+    more = (
+        "policies.solver.model.path=./nowhere",
+        f"policies.checker={{model: {{path: '{tmp_path}/checker'}}, lora: {{target_modules: "
+        "[q_proj, c_attn]}}",
+        "tools.score={entrypoint: 'math:sqrt'}",
+    )
+    options = [part for one in more for part in ("--set", one)]
+    status, _, err = run("job", "validate", str(path), *options, "--imports")
+    assert status == 2
+    told = problems_of(err)
+    assert told.keys() == {
+        "policies.solver.model.path = ./nowhere",
+        "policies.checker.lora.target_modules = q_proj",
+        "agents = slover",
+        "tools = scores",
+    }
+    assert "no such directory on this machine" in told["policies.solver.model.path = ./nowhere"]
+    assert (
+        "Choose among: c_attn, c_fc, c_proj"
+        in (told["policies.checker.lora.target_modules = q_proj"])
+    )
+    assert "known: checker, solver" in told["agents = slover"]
+    assert "known: score" in told["tools = scores"]
+
+
+@pytest.mark.parametrize("dataset", [True, False])
+def test_a_column_that_the_workflow_reads_and_rows_lack_is_named(
+    run: Run, job_yaml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: bool
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    team = """
+async def solve(query, agents, tools):
+    query.get("hint")
+    await agents["solver"].chat(query["question"])
+    return {"solver": float(query["answer"] == "1")}
+"""
+    path = job(job_yaml, team=team, tasks=TASKS)
+    if dataset:
+        Path("rows.jsonl").write_text('{"question": "a", "solution": "1"}\n')
+        text = path.read_text().replace('{source: "imported_tasks:Tasks"}', "{dataset: rows.jsonl}")
+        path.write_text(text)
+    status, _, err = run("job", "validate", str(path), "--imports")
+    assert status == 2
+    ((field, said),) = problems_of(err).items()
+    assert field == ("tasks.columns" if dataset else "tasks.source") + " = answer"
+    assert "the workflow reads this column" in said
+    assert ("question, solution" if dataset else "they have question") in said
+
+
+def test_a_workflow_that_fails_for_the_replies_or_hangs_is_valid(
+    run: Run, job_yaml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("troupe.workflow.trying.preflight._SECONDS", 0.5)
+    team = """
+import asyncio
+
+async def solve(query, agents, tools):
+    reply = await agents["solver"].chat(query["question"])
+    if query.index == 0:
+        return {"solver": float(reply.text)}
+    await asyncio.Event().wait()
+"""
+    path = job(job_yaml, team=team, tasks=TASKS)
+    assert run("job", "validate", str(path), "--imports")[0] == 0
+
+
+def test_tasks_that_cannot_be_made_are_named(run: Run, job_yaml: str) -> None:
+    team = "async def solve(query, agents, tools): ..."
+    path = job(job_yaml, team=team, tasks="class Tasks: ...")
+    check(run("job", "validate", str(path), "--imports"), "tasks.source", "Tasks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from tests.client.conftest import Run
+from tests.support.waiting import PATIENCE
 from tests.workflow.stage import CHARACTERS, make_tokenizer
 
 PLAYS = "tests/workflow/plays.py"
@@ -274,3 +276,87 @@ def test_turns_that_nobody_awaits_are_said(run: Run, tmp_path: Path) -> None:
     assert "1 turns were requested and never awaited" in out
     _, out, _ = run("workflow", "try", str(tmp_path / "forgets.py"), *ONE, "--json")
     assert json.loads(out)["trajectories"][0]["metrics"]["unawaited_turns"] == 1
+
+
+DEBUGGED = """
+import pdb
+
+async def solve(query, agents, tools):
+    reply = await agents["solver"].chat("x")
+    breakpoint()
+    return {"solver": await tools.call("score", text=reply.text)}
+
+def score(text):
+    pdb.set_trace()
+    return 0.25
+"""
+DEBUGGED_JOB = """
+name: debugged
+workflow: "debugged:solve"
+tasks: {source: "tests.workflow.plays:Sums"}
+agents: {solver: {policy: solver}}
+policies: {solver: {model: {path: /nowhere/solver}}}
+tools: {score: {entrypoint: "debugged:score", timeout_seconds: 1}}
+pipeline: {steps: 3, queries_per_step: 4}
+"""
+# The debugger's input in the order of its output, each after a pause longer than all time limits.
+TYPIST = """
+import pty, os, sys, time
+pid, terminal = pty.fork()
+if not pid:
+    os.execv(sys.executable, [sys.executable, "-m", "troupe.client.cli", *sys.argv[1:]])
+shown = b""
+for typed in (b"p 'looked ' + str(6 * 7)\\n", b"c\\n", b"p 'at ' + str(20 + 2)\\n", b"c\\n"):
+    while not shown.endswith(b"(Pdb) "):
+        shown += os.read(terminal, 4096)
+    time.sleep(1.5)
+    os.write(terminal, typed)
+    while not shown.endswith(b"\\n"):
+        shown += os.read(terminal, 1)
+while True:
+    try:
+        part = os.read(terminal, 4096)
+    except OSError:
+        break
+    if not part:
+        break
+    shown += part
+print(shown.decode())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_breakpoints_of_a_workflow_and_a_tool_work_and_lift_time_limits(tmp_path: Path) -> None:
+    (tmp_path / "debugged.py").write_text(DEBUGGED)
+    (tmp_path / "job.yaml").write_text(DEBUGGED_JOB)
+    arguments = ["workflow", "try", "job.yaml", "--queries", "1", "--group-size", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", TYPIST, *arguments, "--timeout", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd()), "TERM": "dumb"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "looked 42" in done.stdout
+    assert "at 22" in done.stdout
+    assert "rewards: solver 0.250" in done.stdout
+
+
+def test_quitting_the_debugger_ends_the_command(tmp_path: Path) -> None:
+    (tmp_path / "debugged.py").write_text(DEBUGGED)
+    done = subprocess.run(
+        [sys.executable, "-m", "troupe.client.cli", "workflow", "try", "debugged.py", *ONE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        input="q\n",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.count("(Pdb)") == 1

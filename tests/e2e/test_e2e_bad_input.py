@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -52,6 +53,12 @@ def play(workflow: str, **changes: Any) -> dict[str, Any]:
             "deadline: not done within limits.trajectory_seconds = 2 s; after 1 turns it was "
             "waiting for the workflow",
         ),
+        (
+            play("stops_at_a_breakpoint"),
+            "workflow",
+            "there is a breakpoint at bad_team.py:",
+        ),
+        (judge("reward_stops"), "limits.max_failed_fraction", "there is a breakpoint at bad_team"),
         (judge("always_nan"), "limits.max_failed_fraction", "returned {'solver': nan"),
     ],
     ids=lambda value: None if isinstance(value, dict) else "",
@@ -63,6 +70,17 @@ async def test_a_bad_job_fails_with_its_cause(
     assert end.job.state == JobState.FAILED
     assert end.problem.field == field
     assert message in str(end.problem)
+
+
+async def test_what_a_workflow_and_a_reward_print_is_in_the_logs(cluster: Standing) -> None:
+    end = await cluster.run(cluster.yaml(**judge("reward_prints") | {"workflow": BAD + "prints"}))
+    assert end.job.state == JobState.SUCCEEDED
+    assert "the workflow sees a?" in (cluster.data_dir / "logs/rollout-0.log").read_text()
+    async with cluster.client() as client:
+        name = f"{end.job.id}/rewards/judge"
+        lines = [line.text async for line in client.functions.logs(name)]
+    assert len(lines) == 16
+    assert all(re.fullmatch(r"the reward sees \d+ characters", line) for line in lines)
 
 
 async def test_a_tokenizer_that_does_not_match(cluster: Standing) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pdb
 import signal
 import sys
 import time
@@ -130,6 +131,14 @@ def prints() -> str:
     print("one")
     print("two\nthree", end="")
     return "done"
+
+
+def stops(debugger: bool) -> float:
+    if debugger:
+        pdb.set_trace()
+    else:
+        breakpoint()
+    return 1.0
 
 
 def prints_and_waits(path: str) -> bool:

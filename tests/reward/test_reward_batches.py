@@ -136,6 +136,18 @@ async def test_output_is_streamed_while_it_runs(client: Client, tmp_path: Path) 
     assert heard[-1].outcome.result_json == "true"
 
 
+@pytest.mark.parametrize("debugger", [False, True])
+async def test_a_breakpoint_says_where_it_is_and_how_to_debug(
+    client: Client, debugger: bool
+) -> None:
+    await client.register("stops")
+    response = await client.invoke("stops", {"debugger": debugger})
+    assert response.error.kind == Kind.KIND_RAISED
+    assert "there is a breakpoint at reward_functions.py:" in response.error.message
+    assert "troupe workflow try" in response.error.message
+    assert "in stops" in response.error.traceback
+
+
 async def test_logs_are_kept_by_function_and_followed(client: Client) -> None:
     await client.register("prints", version="logged")
     await client.invoke("prints", job_id="job-a")

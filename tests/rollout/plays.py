@@ -121,6 +121,12 @@ async def raises(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     raise ValueError("no such luck")
 
 
+async def stops(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"])
+    breakpoint()
+    return {"solver": 1.0}
+
+
 async def exits_in_a_branch(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     await asyncio.gather(exits(query, agents, tools), agents["solver"].chat("?"))
     return {}

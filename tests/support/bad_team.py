@@ -49,6 +49,19 @@ async def raises(query: Query, agents: Any, tools: Any) -> dict[str, float]:
     raise RuntimeError("the user's bug")
 
 
+async def stops_at_a_breakpoint(query: Query, agents: Any, tools: Any) -> dict[str, float]:
+    """A breakpoint that its author forgot."""
+    reply = await agents["solver"].chat(query["question"])
+    breakpoint()
+    return {"solver": share_of_a(reply.text), "checker": 0.0}
+
+
+async def prints(query: Query, agents: Any, tools: Any) -> None:
+    """Looks at a query."""
+    print("the workflow sees", query["question"])
+    await quick(query, agents, tools)
+
+
 async def raises_at_times(query: Query, agents: Any, tools: Any) -> dict[str, float]:
     """A bug that some queries meet."""
     if _unlucky(query):
@@ -128,6 +141,18 @@ def reward_is_nan(query: Any, turns: Any, rewards: Any) -> dict[str, float]:
     """Gives NaN at times."""
     value = float("nan") if _unlucky(query["data"]) else float(len(turns[0]["response"]))
     return {"solver": value, "checker": 0.0}
+
+
+def reward_stops(query: Any, turns: Any, rewards: Any) -> dict[str, float]:
+    """A breakpoint that its author forgot."""
+    breakpoint()
+    return {"solver": 1.0, "checker": 0.0}
+
+
+def reward_prints(query: Any, turns: Any, rewards: Any) -> dict[str, float]:
+    """Looks at a reply."""
+    print("the reward sees", len(turns[0]["response"]), "characters")
+    return {"solver": share_of_a(turns[0]["response"]), "checker": 0.0}
 
 
 def always_nan(query: Any, turns: Any, rewards: Any) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from troupe.checkpoints.format import CheckpointFormat
 from troupe.transfer.deferred import DeferredTensors, TensorGroup
 
 # In PEFT, no parameter can have this name.
@@ -168,6 +169,29 @@ def linear_layers(
     leaves = {name.rpartition(".")[2] for name in found}
     unknown = [] if wanted == "all-linear" else [name for name in wanted if name not in leaves]
     return found, unknown
+
+
+def unknown_targets(model: Any, unknown: Sequence[str]) -> tuple[str, str]:
+    """Return why a model has no linear layers of the names `unknown` (empty: none at all), and the
+    remedy."""
+    known, _ = linear_layers(model, "all-linear")
+    leaves = sorted({name.rpartition(".")[2] for name in known})
+    reason = "the model has no such linear layer" if unknown else "the model has no linear layer"
+    if targets_of_experts(model, unknown):
+        reason = (
+            "these are projections of experts, which the model holds stacked in one tensor: only "
+            "linear layers can have adapters"
+        )
+    return reason, f"Choose among: {', '.join(leaves) or 'none'}; the output layer is not adapted."
+
+
+def targets_of_experts(model: Any, names: Sequence[str]) -> list[str]:
+    """Return those of `names` that are projections of experts, in checkpoints or in the model."""
+    stored = {*CheckpointFormat(model, torch.float32).layout, *model.state_dict()}
+    projections = {
+        name.removesuffix(".weight").rpartition(".")[2] for name in stored if ".experts." in name
+    }
+    return [name for name in names if name in projections]
 
 
 def _features(module: torch.nn.Module) -> tuple[int, int] | None:

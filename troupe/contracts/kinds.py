@@ -182,6 +182,9 @@ REWARD_UNKNOWN_AGENT: Final = "reward_unknown_agent"
 TEACHER: Final = "teacher"
 """Raised for a teacher that cannot score a student's reply."""
 
+BREAKPOINT: Final = "breakpoint"
+"""Raised for a workflow that reached a breakpoint, where no terminal can answer it."""
+
 TURN_NOT_AWAITED: Final = "turn_not_awaited"
 """Raised for a workflow that returned without awaiting one of its turns."""
 

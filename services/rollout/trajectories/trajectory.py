@@ -29,7 +29,7 @@ from troupe.outcomes import described, safe_text
 from troupe.rpc import Attempts, RetryPolicy
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, check, is_terminal
-from troupe.user_code import await_contained, is_closing
+from troupe.user_code import BreakpointReached, await_contained, is_closing
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import (
@@ -67,6 +67,7 @@ GRACE_SECONDS: Final = 2.0
 # problem with field and remedy, since all trajectories of a step may fail the same way.
 JOB_FAULTS: Final = frozenset(
     {
+        kinds.BREAKPOINT,
         ChatTemplateError.kind,
         EntrypointError.kind,
         kinds.ENVIRONMENT_KEY_MISSING,
@@ -480,6 +481,10 @@ def _explains_itself(error: BaseException) -> bool:
 
 def failure_of(error: BaseException) -> WorkflowError:
     """Return the `WorkflowError` for any exception of user code, whatever its class or text."""
+    if type(error) is BreakpointReached:
+        return WorkflowError(
+            str(error), kind=kinds.BREAKPOINT, field="workflow", remedy="Remove the breakpoint."
+        )
     frames = traceback.extract_tb(error.__traceback__)
     # The author has to look at the innermost frame outside of Troupe.
     own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]

@@ -49,6 +49,7 @@ from troupe.functions.shipped import open_shipped
 from troupe.job import JobSpec
 from troupe.processes.tether import end_with_parent
 from troupe.rpc import FailedPrecondition, TroupeError, from_status, to_status
+from troupe.user_code import DEBUG_REMEDY, refuse_breakpoints
 
 # Keys of the rendezvous store.
 _CAME, _ALL = "came", "all"
@@ -341,6 +342,7 @@ def main() -> None:
     """Run one rank until the lead ends it."""
     if parent := os.environ.get("TROUPE_PARENT_PID"):
         end_with_parent(int(parent), signal.SIGKILL)
+    refuse_breakpoints(DEBUG_REMEDY)
     terms = RankSettings.read()
     # FSDP warns of outputs that are views: the loss is one, but is never written to.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")

@@ -9,7 +9,7 @@ import json
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -25,6 +25,8 @@ from troupe.checkpoints.adapters import (
     distinct_tensors,
     linear_layers,
     output_layer,
+    targets_of_experts,
+    unknown_targets,
 )
 from troupe.checkpoints.format import CheckpointFormat, cast
 from troupe.checkpoints.reading import StoredTensors
@@ -189,36 +191,20 @@ def inject(module: Any, about: AdapterContent, dropout: float) -> None:
 
 
 def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgument:
-    known, _ = linear_layers(module, "all-linear")
-    leaves = sorted({name.rpartition(".")[2] for name in known})
-    reason = "the model has no such linear layer" if unknown else "the model has no linear layer"
-    if _of_experts(module, unknown):
-        reason = (
-            "these are projections of experts, which the model holds stacked in one tensor: only "
-            "linear layers can have adapters"
-        )
+    reason, remedy = unknown_targets(module, unknown)
     return InvalidArgument(
         reason,
         kind="lora_invalid",
         field=f"policies.{policy}.lora.target_modules",
         value=", ".join(unknown) or "all-linear",
-        remedy=f"Choose among: {', '.join(leaves) or 'none'}; the output layer is not adapted.",
+        remedy=remedy,
     )
 
 
 def _routed_beside(module: Any, lora: LoraSpec) -> list[str]:
     """Return targets named by the job that routed experts also have, where they are not adapted."""
     named = lora.target_modules
-    return [] if isinstance(named, str) else _of_experts(module, named)
-
-
-def _of_experts(module: Any, names: Sequence[str]) -> list[str]:
-    """Return targets in `names` that are projections of experts, in checkpoints or in the model."""
-    stored = {*CheckpointFormat(module, torch.float32).layout, *module.state_dict()}
-    projections = {
-        name.removesuffix(".weight").rpartition(".")[2] for name in stored if ".experts." in name
-    }
-    return [name for name in names if name in projections]
+    return [] if isinstance(named, str) else targets_of_experts(module, named)
 
 
 def begin_with(policy: str, lora: LoraSpec, model: Any) -> None:

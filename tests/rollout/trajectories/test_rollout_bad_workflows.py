@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pdb
 import re
+import sys
 import time
 import types
 from collections.abc import Generator
@@ -16,6 +18,7 @@ from services.rollout.trajectories import trajectory
 from services.rollout.trajectories.watchdog import blocked_since
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
+from troupe.user_code import DEBUG_REMEDY, refuse_breakpoints
 from troupe.v1 import common_pb2 as common_pb
 
 FAILED = common_pb.TRAJECTORY_STATE_FAILED
@@ -76,6 +79,24 @@ async def test_what_a_workflow_assigned_to_its_replies_is_shown(house: House) ->
     assert event.state == COMPLETED, event.reason
     assert [turn.response for turn in event.turns] == ["half \ufffd", "None"]
     assert {turn.finish_reason for turn in event.turns} <= {"stop", "length"}
+
+
+async def test_a_breakpoint_says_where_it_is_and_how_to_debug(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
+    monkeypatch.setattr(pdb, "set_trace", pdb.set_trace)
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    refuse_breakpoints(DEBUG_REMEDY)
+    await house.prepare("stops")
+    event = await house.run_one()
+    assert (event.state, event.problem.kind, event.problem.field) == (
+        FAILED,
+        "breakpoint",
+        "workflow",
+    )
+    assert re.search(r"a breakpoint at plays\.py:\d+ in stops, and no terminal", event.reason)
+    assert "troupe workflow try" in event.problem.message
 
 
 async def test_a_workflow_that_never_returns_ends_at_its_deadline(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from troupe.workflow.environments import (
     ("what", "reason", "says"),
     [
         ("raise", "raised", "a bug of its author"),
+        ("stop", "raised", "there is a breakpoint at zoo.py:.*troupe environment check"),
         pytest.param("exit", "raised", "SystemExit", marks=pytest.mark.slow),
         ("die", "died", "exited with status 7; last words"),
         ("hang", "deadline", "within 0.3 s and was killed"),

@@ -186,6 +186,8 @@ class Naughty(Nim):
         match self._what:
             case "raise":
                 raise ValueError("a bug of its author")
+            case "stop":
+                breakpoint()
             case "hang":
                 time.sleep(3600)
             case "spin":

@@ -12,8 +12,19 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
 import typer
 from pydantic import BaseModel
@@ -44,6 +55,7 @@ from troupe.job.sizing import (
     read_shape,
     setup_of,
 )
+from troupe.job.spec import VERIFIERS_WORKFLOW
 from troupe.outcomes import shown
 from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.scheduling.defaults import division_problem
@@ -53,6 +65,12 @@ from troupe.workflow.asking import ask, question_of
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.loading import add_working_directory, load_attribute, load_workflow
 from troupe.workflow.messages import parse_messages
+from troupe.workflow.trying.preflight import (
+    Findings,
+    missing_directories,
+    trial_faults,
+    unknown_layers,
+)
 from troupe.yaml_input import MAX_DEPTH, UnreadableText, read_text
 
 if TYPE_CHECKING:
@@ -95,8 +113,9 @@ def validate(
         bool,
         typer.Option(
             "--imports",
-            help="Also read its data sets, and import its workflow, tasks, environment, tools, "
-            "rewards and functions of the algorithm. Services do so where they run.",
+            help="Also read its data sets, import its workflow, tasks, environment, tools, "
+            "rewards and functions of the algorithm, look for its models, and play the workflow "
+            "on two rows with random replies; tools and rewards are not called.",
         ),
     ] = False,
     devices: Annotated[
@@ -115,16 +134,17 @@ def validate(
     # What is installed on this machine says nothing about declared devices.
     here = () if given else find_devices()
     machine = given or here
-    warnings = [] if given else check_servers(spec, here)
-    _refuse_quantized(spec)
-    _refuse_undivided(spec)
-    _refuse_templates(spec)
+    found = Findings()
+    warnings = [] if given else found.of(lambda: check_servers(spec, here)) or []
+    for check in (_refuse_quantized, _refuse_undivided, _refuse_templates):
+        found.of(partial(check, spec))
     code = "--imports checks that its code can be imported"
     data: list[str] = []
     if imports:
-        tried = ", ".join(try_imports(spec))
-        data = read_data(spec)
+        tried, data = _try_out(spec, found)
         code = f"{tried} can be imported" if tried else "names no code to import"
+    if found.problems:
+        raise JobSpecError(found.problems)
     Console().print(
         f"{path} is a valid job: {spec.summary}; {code}",
         highlight=False,
@@ -136,6 +156,21 @@ def validate(
         spec = show_shares(spec, machine, Console())
     if given and not show_sizing(spec, given, Console()):
         raise typer.Exit(1)
+
+
+def _try_out(job: JobSpec, found: Findings) -> tuple[str, list[str]]:
+    """Import the code of a job, read its data, and look for what would fail in a cluster; return
+    the fields whose code was imported, and notes on its rows."""
+    tried = found.of(lambda: try_imports(job))
+    data = found.of(lambda: read_data(job))
+    notes, tasks = data or ([], None)
+    found.add(partial(missing_directories, job))
+    found.add(partial(unknown_layers, job))
+    # Episodes of environments are played where these are installed.
+    played = job.workflow not in (None, VERIFIERS_WORKFLOW) and job.environment is None
+    if tried is not None and data is not None and played and job.tasks is not None:
+        found.add(partial(trial_faults, job, tasks))
+    return ", ".join(tried or ()), notes
 
 
 def _refuse_quantized(spec: JobSpec) -> None:
@@ -412,8 +447,9 @@ def try_imports(job: JobSpec) -> list[str]:
     return tried
 
 
-def read_data(job: JobSpec) -> list[str]:
-    """Read the data sets of a job's tasks; return notes on the use of their rows.
+def read_data(job: JobSpec) -> tuple[list[str], TaskSplit | None]:
+    """Read the data sets of a job's tasks; return notes on the use of their rows, and the rows to
+    train on, if they are those of data sets.
 
     Raises `JobSpecError` for a data set that cannot be read as the job says.
     """
@@ -443,6 +479,7 @@ def read_data(job: JobSpec) -> list[str]:
             )
         notes: list[str] = []
         problems: list[FieldProblem] = []
+        rows: TaskSplit | None = None
         for field, tasks in wanted:
             evaluated = field in sets
             splits = ["held_out"] if evaluated else ["train"]
@@ -462,6 +499,7 @@ def read_data(job: JobSpec) -> list[str]:
                     compare_splits(training, opened, field)
                 training = None if evaluated else opened
                 notes += opened.notes
+                rows = opened if (field, split) == ("tasks", "train") else rows
                 # Rewards score trajectories, not demonstrations.
                 if any(one.source for one in tasks.every.values()):
                     continue
@@ -477,7 +515,7 @@ def read_data(job: JobSpec) -> list[str]:
         raise JobSpecError([problem]) from error
     if problems:
         raise JobSpecError(problems)
-    return notes
+    return notes, rows
 
 
 def _bad_rows(job: JobSpec, tasks: TaskSplit, field: str) -> Iterator[FieldProblem]:

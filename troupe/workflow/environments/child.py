@@ -21,6 +21,7 @@ import numpy as np
 from troupe.outcomes import NotJsonError, json_text
 from troupe.processes.frames import frame, read_frame_from
 from troupe.processes.tether import end_with_parent
+from troupe.user_code import refuse_breakpoints
 from troupe.workflow import errors
 from troupe.workflow.environments.contract import is_reset, is_step
 from troupe.workflow.environments.host import open_environment, raised_fault
@@ -235,6 +236,7 @@ def main() -> None:
     # SIGKILL: native code of a game may never return to Python.
     end_with_parent(int(sys.argv[1]), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
+    refuse_breakpoints("Debug it with `troupe environment check`, where breakpoints work.")
     requests, answers = take_pipes()
     child, me = EnvironmentChild(), os.getpid()
     while (body := read_frame_from(requests)) is not None:

@@ -13,6 +13,7 @@ from troupe.contracts import kinds
 from troupe.outcomes import NotJsonError, described, json_text, parse_json, shown, traceback_text
 from troupe.workflow import scoring
 from troupe.workflow.errors import ToolError
+from troupe.workflow.trying.limits import time_limit
 
 Function = Callable[..., Any]
 
@@ -51,7 +52,7 @@ class LocalFunctions:
         limit = self._seconds if isinstance(self._seconds, float | int) else self._seconds[name]
         field = name.replace("/", ".")
         try:
-            async with asyncio.timeout(limit):
+            async with time_limit(limit):
                 result = await _in_thread(self._functions[name], json.loads(arguments_json))
         except TimeoutError as error:
             raise ToolError(

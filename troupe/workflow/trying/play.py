@@ -21,6 +21,7 @@ from troupe.workflow.loading import Query, Workflow
 from troupe.workflow.samples import GroupBy, SampleRow, metrics_of, rows_of
 from troupe.workflow.tools import Tools
 from troupe.workflow.trying.functions import Function, LocalFunctions
+from troupe.workflow.trying.limits import time_limit
 from troupe.workflow.trying.policies import Policy, PolicyBackend, RandomPolicy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
 from troupe.workflow.turns import Role, TurnRecord
@@ -93,7 +94,7 @@ class Trial:
         check_json(self.query)
         # A separate task, as in a job: the tasks that it creates are its branches.
         try:
-            async with asyncio.timeout(self._seconds) as limit:
+            async with time_limit(self._seconds) as limit:
                 given = await asyncio.create_task(self._play())
                 turns = self.agents.close()
                 names = self.agents.keys()

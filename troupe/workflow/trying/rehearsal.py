@@ -9,6 +9,7 @@ import signal
 import sysconfig
 import threading
 import traceback
+from bdb import BdbQuit
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from troupe.user_code import UserCodeExit, await_contained, interruptible
 from troupe.workflow.errors import ToolError, WorkflowError, is_own
 from troupe.workflow.loading import Query
 from troupe.workflow.trying.functions import LocalFunctions
+from troupe.workflow.trying.limits import debuggable
 from troupe.workflow.trying.play import Played, Trial
 from troupe.workflow.trying.policies import Policy
 from troupe.workflow.trying.setting import Setting
@@ -42,6 +44,8 @@ class Failure:
     remedy: str = ""
     traceback: str = ""
     """Frames of the user's code; empty if there are none."""
+    value: str = ""
+    """The value at fault, of an error that Troupe raised."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,10 @@ class Rehearsal:
 
     def run(self) -> Iterator[Rehearsed]:
         """Yield trajectories as they end. Blocking; in the main thread, interrupt a workflow that
-        blocks the event loop."""
+        blocks the event loop. Breakpoints work; `q` in their debugger raises KeyboardInterrupt."""
         for query in self.queries:
             for number in range(self.group_size):
-                with interruptible():
+                with interruptible(), debuggable():
                     one = self._one(Query(query.id, query.split, query.index, query.data), number)
                 yield one
 
@@ -104,6 +108,8 @@ class Rehearsal:
             if not isinstance(error, _Blocked):
                 raise
             failure = explain(error)
+        except BdbQuit:  # `q` in the debugger
+            raise KeyboardInterrupt from None
         except BaseException as error:  # Ctrl-C is an Interruption
             failure = explain(error)
         return Rehearsed(query, trial.trajectory_id, trial.agents.close(), played, failure)
@@ -138,10 +144,14 @@ def explain(error: BaseException) -> Failure:
         cause = error.raised if type(error) is UserCodeExit else error
         return Failure("workflow_raised", described(cause), "", _own_traceback(cause))
     assert isinstance(error, WorkflowError)
-    if isinstance(error, ToolError):
-        kind, own = error.kind, error.traceback or _own_traceback(error)
-        return Failure(kind, error.message, error.remedy or "", own)
-    return Failure(error.kind, error.message, error.remedy or "", _own_traceback(error))
+    own = error.traceback if isinstance(error, ToolError) else ""
+    return Failure(
+        error.kind,
+        error.message,
+        error.remedy or "",
+        own or _own_traceback(error),
+        str(error.value or ""),
+    )
 
 
 def _own_traceback(error: BaseException) -> str:
