@@ -1,4 +1,4 @@
-"""Heartbeats of rollout and trainer workers to the orchestrator, and the id of a host."""
+"""Heartbeats of rollout and trainer workers to the orchestrator; the id of a host and its use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import structlog
 
 from services.chassis.settings import ServiceSettings
-from troupe.devices import Device
+from troupe.devices import Device, device_use, find_devices, host_memory
 from troupe.rpc import NO_RETRY, TroupeError, connect_sync
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
@@ -57,6 +57,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._process = psutil.Process()
+        self._meter = HostMeter(settings.host_use_seconds)
         self._reached: bool | None = None
         self._leaving = False
         # The last built request, and when the event loop last built one.
@@ -73,6 +74,7 @@ class Heartbeat:
     async def start(self) -> None:
         """Start the beats, and return immediately."""
         self._refresh()
+        self._meter.start()
         loop = asyncio.get_running_loop()
         self._thread = threading.Thread(
             target=self._beat_on, args=(loop,), name="heartbeat", daemon=True
@@ -98,6 +100,7 @@ class Heartbeat:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stopped.set()
+            self._meter.stop()
             await asyncio.to_thread(thread.join)
 
     async def _announce_leaving(self) -> None:
@@ -178,6 +181,8 @@ class Heartbeat:
         request.host_id = request.host_id or host_id()
         request.node = request.node or self._settings.node
         request.cpu.CopyFrom(host_cpu())
+        if (use := self._meter.take()) is not None:
+            request.host_use.CopyFrom(use)
         return request
 
     def _channel(self) -> grpc.Channel:
@@ -233,3 +238,57 @@ def host_cpu(cgroup: Path = Path("/sys/fs/cgroup")) -> orchestrator_pb.HostCpu:
     mine = mine if len(mine) == len(allowed) else times[: len(allowed)]
     busy = sum(t.user + t.nice + t.system + t.irq + t.softirq + t.steal for t in mine)
     return orchestrator_pb.HostCpu(cores=len(allowed), busy_seconds=busy, at=now)
+
+
+class HostMeter:
+    """A thread that measures the memory of this host, and the devices that this process may use,
+    every `seconds`.
+
+    A driver may take long to answer, or never answer: a thread of its own waits for it, so that
+    heartbeats do not.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._stopped = threading.Event()
+        self._newest: orchestrator_pb.HostUse | None = None
+
+    def start(self) -> None:
+        """Begin to measure."""
+        threading.Thread(target=self._measure, name="host meter", daemon=True).start()
+
+    def stop(self) -> None:
+        """End after the present measurement, without waiting for it. Repeatable."""
+        self._stopped.set()
+
+    def take(self) -> orchestrator_pb.HostUse | None:
+        """Return the newest measurement, once; None if there is none since the last call."""
+        newest, self._newest = self._newest, None
+        return newest
+
+    def _measure(self) -> None:
+        devices: Sequence[Device] | None = None
+        while True:
+            try:
+                devices = find_devices() if devices is None else devices
+                self._newest = measured_use(devices)
+            except Exception as error:  # a driver's, or a declaration that cannot be read
+                log.warning("the use of this host could not be measured", error=repr(error))
+            if self._stopped.wait(self._seconds):
+                return
+
+
+def measured_use(devices: Sequence[Device]) -> orchestrator_pb.HostUse:
+    """Return the use of this host's memory and of those of `devices` that have a driver."""
+    total, free = host_memory()
+    use = orchestrator_pb.HostUse(memory_bytes=total, used_bytes=total - free)
+    found = device_use(devices)
+    for one in devices:
+        if (now := found.get(one.index)) is not None:
+            use.devices.add(
+                uuid=one.uuid or str(one.index),
+                utilization=now.utilization,
+                memory_bytes=one.memory,
+                used_bytes=now.used_bytes,
+            )
+    return use

@@ -78,6 +78,10 @@ class ServiceSettings(BaseSettings):
     threads: int = Field(default=1, gt=0)
     """Thread budget of numerical libraries in this process."""
 
+    host_use_seconds: float = Field(default=10, gt=0)
+    """How often workers and the orchestrator measure the memory and GPUs of their host, and the
+    orchestrator keeps a row of all hosts' utilization."""
+
     # Logging.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"

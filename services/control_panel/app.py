@@ -6,17 +6,18 @@ import difflib
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import AwareDatetime
 from sse_starlette import EventSourceResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.control_panel import access, calls, functions_api, jobs_api, plan_api
+from services.control_panel import access, calls, functions_api, jobs_api, plan_api, views
 from services.control_panel.access import Panel
 from services.control_panel.calls import Upstream, upstream
 from services.control_panel.events import EVENT_STREAM, ClusterFeed
@@ -104,6 +105,26 @@ def create_app(
         """Return serving replicas with their state, version and load."""
         reply = await upstream(request).stub.GetCluster(orchestrator_pb.GetClusterRequest())
         return [to_json(engine) for engine in reply.engines]
+
+    @app.get("/api/cluster/utilization", tags=["cluster"])
+    async def utilization(
+        request: Request,
+        since: Annotated[
+            AwareDatetime | None, Query(description="Default: an hour before `until`.")
+        ] = None,
+        until: Annotated[AwareDatetime | None, Query(description="Default: now.")] = None,
+        points: Annotated[
+            int, Query(ge=1, le=1000, description="At most so many values of a host.")
+        ] = 240,
+    ) -> views.Utilization:
+        """Return the utilization of CPU, memory and GPUs of every host in a range of time. Samples
+        of the last hours are 10 s apart, older ones are means."""
+        wanted = orchestrator_pb.ListHostUseRequest(points=points)
+        if since is not None:
+            wanted.since.FromDatetime(since)
+        if until is not None:
+            wanted.until.FromDatetime(until)
+        return views.utilization(await upstream(request).stub.ListHostUse(wanted))
 
     @app.get("/api/cluster/events", tags=["cluster"], **EVENT_STREAM)
     async def watch_cluster(request: Request) -> EventSourceResponse:

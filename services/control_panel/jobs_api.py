@@ -80,13 +80,21 @@ async def submit_job(
     request: Request,
     response: Response,
     job_id: Annotated[str, Query(description="Chosen id; default: made from the name.")] = "",
+    tag: Annotated[
+        list[str] | None, Query(description="A word to find the job by; may be repeated.")
+    ] = None,
+    notes: Annotated[str, Query(description="Text for people, kept with the job.")] = "",
     idempotency_key: IdempotencyKey = None,
 ) -> views.JobView:
     """Submit a job. The body is its YAML (or JSON) text."""
     spec = await read_specification(request)
     reply = await upstream(request).stub.SubmitJob(
         orchestrator_pb.SubmitJobRequest(
-            request_id=idempotency_key or new_id("panel"), spec=spec, job_id=job_id
+            request_id=idempotency_key or new_id("panel"),
+            spec=spec,
+            job_id=job_id,
+            tags=tag or [],
+            notes=notes,
         )
     )
     response.headers["Location"] = f"/api/jobs/{reply.job.job_id}"
@@ -97,6 +105,36 @@ async def submit_job(
 async def get_job(request: Request, job_id: JobId) -> views.JobView:
     """Return one job."""
     reply = await upstream(request).stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
+    return views.job(reply.job)
+
+
+@router.get("/{job_id}/specification")
+async def get_specification(request: Request, job_id: JobId) -> views.Specification:
+    """Return the job's specification as its author wrote it, and with its defaults filled in."""
+    reply = await upstream(request).stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
+    return views.specification(reply)
+
+
+class Annotation(BaseModel):
+    """A change of a job's tags and notes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    add_tags: list[str] = Field(default=[], max_length=100)
+    remove_tags: list[str] = Field(default=[], max_length=100)
+    notes: str | None = Field(default=None, description="Replaces the notes; null: they stay.")
+
+
+@router.patch("/{job_id}")
+async def annotate_job(
+    request: Request, job_id: JobId, body: Annotation, idempotency_key: IdempotencyKey = None
+) -> views.JobView:
+    """Change the job's tags and notes, in any of its states."""
+    reply = await upstream(request).stub.AnnotateJob(
+        orchestrator_pb.AnnotateJobRequest(
+            request_id=idempotency_key or new_id("panel"), job_id=job_id, **body.model_dump()
+        )
+    )
     return views.job(reply.job)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict
 
 from troupe.client.conversion import to_json
@@ -98,8 +102,43 @@ class JobView(View):
     resolved: list[SettingView]
     """Resolved values of settings that the job leaves open; a field has several values where
     workers differ."""
+    tags: list[str]
+    """Users' own words to find the job by, in order."""
+    notes: str
+    """Users' own text about the job."""
     spec: str
     """The specification as JSON, defaults filled in."""
+
+
+class Specification(View):
+    """A job's specification in two forms, both YAML."""
+
+    given: str
+    """As its author wrote it, with comments; empty if that is not known."""
+    resolved: str
+    """With its defaults filled in."""
+
+
+class HostUtilization(View):
+    """A host's utilization as fractions at common times; null where there is no value."""
+
+    host: str
+    cpu: list[float | None]
+    """Cores that computed, of those that the host's processes may use."""
+    memory: list[float | None]
+    gpu: list[float | None]
+    """Mean over the host's GPUs; null without GPUs."""
+    gpu_memory: list[float | None]
+    """Of the memory of all of the host's GPUs."""
+
+
+class Utilization(View):
+    """The utilization of all hosts in a range of time."""
+
+    times: list[float]
+    """End of each part of the range, in seconds since 1970 (UTC), ascending; parts without any
+    value are left out."""
+    hosts: list[HostUtilization]
 
 
 class MetricsRowView(View):
@@ -156,6 +195,33 @@ class Generated(View):
 def job(message: orchestrator_pb.Job) -> JobView:
     """Return the view of a job."""
     return JobView(spec=message.spec_json, **to_json(message))
+
+
+def specification(reply: orchestrator_pb.GetJobResponse) -> Specification:
+    """Return the view of a job's specification."""
+    resolved = yaml.safe_dump(
+        json.loads(reply.job.spec_json or "{}"), sort_keys=False, allow_unicode=True
+    )
+    return Specification(given=reply.given_spec, resolved=resolved)
+
+
+def utilization(reply: orchestrator_pb.ListHostUseResponse) -> Utilization:
+    """Return the view of the hosts' utilization, to three digits."""
+
+    def column(values: Iterable[float]) -> list[float | None]:
+        return [None if math.isnan(value) else float(f"{value:.3g}") for value in values]
+
+    hosts = [
+        HostUtilization(
+            host=one.host,
+            cpu=column(one.cpu),
+            memory=column(one.memory),
+            gpu=column(one.gpu),
+            gpu_memory=column(one.gpu_memory),
+        )
+        for one in reply.hosts
+    ]
+    return Utilization(times=list(reply.times), hosts=hosts)
 
 
 def curves(reply: orchestrator_pb.ListMetricsResponse) -> Curves:

@@ -216,6 +216,7 @@ class ClusterView:
                 trainer=beat.trainer if beat.HasField("trainer") else None,
                 node=beat.node,
                 devices=beat.devices,
+                jobs=sorted({one.job_id for one in _held(beat)} - {""}),
             )
             if worker.alive:
                 response.engines.extend(beat.engines)
@@ -252,6 +253,15 @@ class ClusterView:
         except (TroupeError, TimeoutError) as error:
             status.message = str(error) or f"no answer within {self._seconds:g} s"
         return status
+
+
+def _held(
+    beat: orchestrator_pb.HeartbeatRequest,
+) -> Iterable[rollout_pb.EngineStatus | rollout_pb.PolicyLoad | trainer_pb.BindingStatus]:
+    """Return what a worker holds for jobs: engines, trajectories, and policies on its devices."""
+    yield from beat.engines
+    yield from beat.loads
+    yield from (one for one in beat.bindings if one.state not in AWAY or one.prefetched)
 
 
 def _remove_moved(response: orchestrator_pb.GetClusterResponse) -> None:

@@ -13,6 +13,7 @@ from services.orchestrator.placement.trainer_scheduler import TrainerScheduler
 from services.orchestrator.placement.workers import WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.state.event_log import EventLog
+from services.orchestrator.state.host_history import HostHistory
 from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.trajectories import RecentTrajectories
@@ -38,6 +39,7 @@ class Shared:
     populations: PopulationStore
     workers: WorkerRegistry
     nodes: NodeRegistry
+    hosts: HostHistory
     trainer_scheduler: TrainerScheduler
     experience: ExperienceStoreAsyncStub
     reward: RewardAsyncStub

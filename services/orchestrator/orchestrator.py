@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import grpc
 import structlog
 
+from services.chassis.heartbeat import HostMeter, host_cpu, host_id
 from services.chassis.redis import RedisWatch
 from services.chassis.telemetry import Telemetry
 from services.orchestrator.cluster import ASKED_SECONDS, ClusterView, release_ended_jobs
@@ -26,6 +28,7 @@ from services.orchestrator.populations import on_demand
 from services.orchestrator.populations.state import PopulationStore
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.state.event_log import EventLog
+from services.orchestrator.state.host_history import HostHistory
 from services.orchestrator.state.job_store import JobStore, Superseded
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import RedisAccess
@@ -105,6 +108,7 @@ class Orchestrator:
             populations=PopulationStore(self._redis, store),
             workers=workers,
             nodes=NodeRegistry(settings),
+            hosts=HostHistory(self._redis, settings.host_use_seconds),
             trainer_scheduler=TrainerScheduler(workers),
             experience=experience,
             reward=RewardStub(self._reward),
@@ -116,6 +120,8 @@ class Orchestrator:
         self.generation = GenerationService(self.shared, self.jobs)
         self.cluster = ClusterView(self.shared, self._probes)
         self._store_watch: asyncio.Task[None] | None = None
+        self._meter = HostMeter(settings.host_use_seconds)
+        self._host_watch: list[asyncio.Task[None]] = []
 
     async def _check_job(self, spec: JobSpec) -> None:
         """Raise for a job that this cluster cannot run."""
@@ -130,6 +136,11 @@ class Orchestrator:
         await self._redis.wait_ready()
         self._redis_watch.start(self._tell_jobs)
         self._store_watch = asyncio.create_task(self._watch_store(), name="store watch")
+        self._meter.start()
+        self._host_watch = [
+            asyncio.create_task(self._watch_host(), name="own host"),
+            asyncio.create_task(self.shared.hosts.run(), name="hosts"),
+        ]
         self.shared.workers.start()
         self.shared.trainer_scheduler.start()
         self.functions.start()
@@ -161,9 +172,20 @@ class Orchestrator:
             self.shared.log.set_trouble(status.name, "" if status.serving else status.message)
             await asyncio.sleep(_STORE_WATCH_SECONDS)
 
+    async def _watch_host(self) -> None:
+        """Note the use of this process' own host, which may have no worker."""
+        settings = self.shared.settings
+        while True:
+            cpu, use = await asyncio.to_thread(host_cpu), self._meter.take()
+            name = settings.node or socket.gethostname()
+            self.shared.hosts.note(host_id(), name, settings.worker_id, cpu, use)
+            await asyncio.sleep(settings.host_use_seconds)
+
     async def stop(self) -> None:
         """Stop the runners of all jobs. The jobs keep their state in Redis and the store."""
         await self._redis_watch.stop()
+        self._meter.stop()
+        await cancel_all(self._host_watch)
         if self._store_watch is not None:
             await cancel_all([self._store_watch])
         await self.jobs.stop()

@@ -70,13 +70,22 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
     ) -> orchestrator_pb.SubmitJobResponse:
         if not request.spec.strip():
             raise InvalidArgument("is empty", field="spec", remedy="Send the job's YAML text.")
-        record = await self._at.jobs.submit(request.spec, request.request_id, request.job_id)
+        record = await self._at.jobs.submit(
+            request.spec,
+            request.request_id,
+            request.job_id,
+            given=request.given_spec,
+            tags=request.tags,
+            notes=request.notes,
+        )
         return orchestrator_pb.SubmitJobResponse(job=await self._view(record))
 
     async def GetJob(
         self, request: orchestrator_pb.GetJobRequest, context: Any
     ) -> orchestrator_pb.GetJobResponse:
-        return orchestrator_pb.GetJobResponse(job=await self._view(await self._record(request)))
+        job = await self._view(await self._record(request))
+        given = await self._at.shared.store.given(request.job_id)
+        return orchestrator_pb.GetJobResponse(job=job, given_spec=given)
 
     async def ListJobs(
         self, request: orchestrator_pb.ListJobsRequest, context: Any
@@ -113,7 +122,7 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
         self, request: orchestrator_pb.ResumeJobRequest, context: Any
     ) -> orchestrator_pb.ResumeJobResponse:
         _check_id(request)
-        record = await self._at.jobs.resume(request.job_id, request.spec)
+        record = await self._at.jobs.resume(request.job_id, request.spec, request.given_spec)
         return orchestrator_pb.ResumeJobResponse(job=await self._view(record))
 
     async def CancelJob(
@@ -122,6 +131,16 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
         _check_id(request)
         record = await self._at.jobs.cancel(request.job_id, request.reason)
         return orchestrator_pb.CancelJobResponse(job=await self._view(record))
+
+    async def AnnotateJob(
+        self, request: orchestrator_pb.AnnotateJobRequest, context: Any
+    ) -> orchestrator_pb.AnnotateJobResponse:
+        _check_id(request)
+        notes = request.notes if request.HasField("notes") else None
+        record = await self._at.jobs.annotate(
+            request.job_id, request.add_tags, request.remove_tags, notes
+        )
+        return orchestrator_pb.AnnotateJobResponse(job=await self._view(record))
 
     async def ForgetJob(
         self, request: orchestrator_pb.ForgetJobRequest, context: Any
@@ -286,6 +305,15 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
     ) -> orchestrator_pb.GetClusterResponse:
         return await self._at.cluster.picture()
 
+    async def ListHostUse(
+        self, request: orchestrator_pb.ListHostUseRequest, context: Any
+    ) -> orchestrator_pb.ListHostUseResponse:
+        since, until = (
+            getattr(request, name).ToNanoseconds() / 1e9 if request.HasField(name) else None
+            for name in ("since", "until")
+        )
+        return await self._at.shared.hosts.between(since, until, request.points)
+
     async def GeneratePolicy(
         self, request: orchestrator_pb.GeneratePolicyRequest, context: Any
     ) -> orchestrator_pb.GeneratePolicyResponse:
@@ -315,7 +343,16 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
                 raise InvalidArgument(
                     "is missing", field=field, remedy="Send it with every heartbeat."
                 )
-        return orchestrator_pb.HeartbeatResponse(next_seconds=self._at.shared.workers.beat(request))
+        seconds = self._at.shared.workers.beat(request)
+        if request.HasField("cpu") and request.host_id:
+            self._at.shared.hosts.note(
+                request.host_id,
+                request.node or request.host_id.partition("/")[0],
+                request.worker_id,
+                request.cpu,
+                request.host_use if request.HasField("host_use") else None,
+            )
+        return orchestrator_pb.HeartbeatResponse(next_seconds=seconds)
 
     async def JoinNode(
         self, request: orchestrator_pb.JoinNodeRequest, context: Any

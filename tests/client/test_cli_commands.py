@@ -47,6 +47,23 @@ def test_steering(run: Run, cluster: Stage) -> None:
     assert (status, err) == (1, "error: job_id = mine: the job is cancelled.\n")
 
 
+def test_tags_notes_and_the_job_s_own_file(run: Run, cluster: Stage) -> None:
+    cluster.fake.given["mine"] = "# The baseline.\nname: mine\n"
+    status, out, _ = run("jobs", "annotate", "mine", "--tag", "a", "--tag", "b", "--notes", "first")
+    assert (status, out) == (0, "tags         a b\nnotes        first\n")
+    assert "tags         b" in run("jobs", "annotate", "mine", "--remove-tag", "a")[1]
+    assert re.search(r"mine +running +micro_batch +b +1/3", run("jobs", "list")[1])
+    assert "notes        first" in run("jobs", "show", "mine")[1]
+    assert json.loads(run("jobs", "show", "mine", "--json")[1])["tags"] == ["b"]
+    status, _, err = run("jobs", "annotate", "mine")
+    assert (status, err) == (
+        2,
+        "error: --tag: give at least one of --tag, --remove-tag and --notes\n",
+    )
+    assert run("jobs", "spec", "mine") == (0, "# The baseline.\nname: mine\n", "")
+    assert "\n  steps: 3\n" in run("jobs", "spec", "mine", "--resolved")[1]
+
+
 def test_watching_to_the_end(run: Run, cluster: Stage) -> None:
     async def end(fake) -> None:  # type: ignore[no-untyped-def]
         await fake.step("mine", 2, reward__solver__mean=0.75)
@@ -128,6 +145,7 @@ def test_an_export_that_fails_leaves_nothing_in_the_way(
             2,
             r"--set = a=1: applies to a new job.*--spec",
         ),
+        (("train", "--resume", "j", "--tag", "k"), 2, r"--tag = k: applies to a new job"),
         (("train", "--resume", "j", "--job-id", "k"), 2, r"--job-id = k: applies to a new job"),
         (("export", "mine", "/tmp/x", "--base", "b"), 2, r"--base = b: needs --merged"),
         (("train", "nowhere.yaml"), 2, r"nowhere\.yaml: cannot be read.*Check the path"),

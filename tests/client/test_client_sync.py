@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from troupe.client import (
     MetricsLogged,
     StateChanged,
 )
+from troupe.job import parse_job
 from troupe.rpc import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 
 
@@ -100,3 +102,25 @@ def test_several_threads_may_share_a_client(stage: Stage, job_yaml: str) -> None
         for thread in threads:
             thread.join(PATIENCE)
         assert {job.id for job in troupe.jobs()} == {f"job-{i}" for i in range(8)}
+
+
+def test_a_job_is_sent_as_its_author_wrote_it_with_tags_and_notes(
+    stage: Stage, job_yaml: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(f"# The baseline.{job_yaml}", "utf-8")
+    fields = {**parse_job(job_yaml).model_dump(mode="json", exclude_unset=True), "seed": 3}
+    with Client(stage.address) as troupe:
+        job = troupe.submit(file, overrides={"pipeline.steps": 7}, tags=["a"], notes="first")
+        given = job.given_spec()
+        assert given.startswith("# The baseline.\nname: team")
+        assert given.endswith("# Changed when it was submitted:\n#   pipeline.steps: 7\n")
+        assert job.info().spec["pipeline"]["steps"] == 7
+        assert (job.info().tags, job.info().notes) == (("a",), "first")
+        changed = job.annotate(add_tags=["b"], remove_tags=["a"])
+        assert (changed.tags, changed.notes) == (("b",), "first")
+        assert job.annotate(notes="second").notes == "second"
+        # Fields of a program: those that were set, which are the same job.
+        other = troupe.submit(fields)
+        assert "group_size" not in other.given_spec()
+        assert parse_job(other.given_spec()) == parse_job(other.info().spec_json)

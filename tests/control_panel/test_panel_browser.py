@@ -11,6 +11,8 @@ import pytest
 
 from tests.control_panel.chromium import needs_chromium, opened
 from tests.control_panel.conftest import SPEC, YAML, Panel
+from tests.support.waiting import until
+from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
@@ -420,4 +422,101 @@ async def test_the_rest_interface_is_shown_without_other_hosts(panel: Panel) -> 
         await submit.locator("summary").click()
         await expect(submit).to_contain_text("application/yaml")
         assert all(url.startswith(panel.url) for url in asked)
+        assert faults == []
+
+
+async def test_the_utilization_of_hosts_shows_on_the_cluster_and_over_the_time_of_a_job(
+    panel: Panel,
+) -> None:
+    from playwright.async_api import expect
+
+    job_id = await panel.submit()
+    await run_steps(panel, job_id, 1)
+    panel.orchestrator.jobs[job_id].started_at.FromJsonString("2026-11-29T03:00:00Z")
+    panel.orchestrator.hosts["node-b"] = (1.0, 0.75, 0.9, 0.5)
+    async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
+        await page.goto(f"{panel.url}/#cluster")
+        rows = page.locator("#hosts tbody tr")
+        await expect(rows).to_have_count(2)
+        await expect(rows.first).to_contain_text("node-a50 %25 %")
+        await expect(rows.last).to_contain_text("node-b100 %75 %90 %50 %")
+        # A gap in the measurements is a gap in the line.
+        await expect(rows.first.locator("svg").first.locator("polyline")).to_have_count(2)
+        label = "CPU of node-a: now 50 %, mean 50 %, most 50 %"
+        await expect(rows.first.locator("svg").first).to_have_attribute("aria-label", label)
+        before = len(panel.orchestrator.requests("ListHostUse"))
+        await page.select_option("#hosts-range", "24")
+        await until(lambda: len(panel.orchestrator.requests("ListHostUse")) > before)
+
+        await page.click("[href='#run']")
+        await expect(page.locator("#job-hosts")).to_contain_text("every host of the cluster")
+        card = page.locator("[data-figure=cpu]")
+        await expect(card.locator(".legend")).to_contain_text("node-a 50")
+        await expect(card.locator(".legend")).to_contain_text("node-b 100")
+        await expect(page.locator("[data-figure=gpu] .legend")).not_to_contain_text("node-a")
+        asked = panel.orchestrator.requests("ListHostUse")[-1]
+        assert asked.since.ToJsonString() == "2026-11-29T03:00:00Z"
+        assert not asked.HasField("until")
+
+        # Many hosts are one line with its bounds.
+        for number in range(64):
+            panel.orchestrator.hosts[f"host-{number}"] = (0.5, 0.25, 0.9, 0.5)
+        await page.reload()
+        await expect(card.locator(".legend")).to_contain_text("mean of 66 hosts 50.76")
+        await expect(page.locator("[data-figure=cpu] .chart")).to_have_attribute("data-bands", "1")
+        assert faults == []
+
+
+async def test_the_job_s_own_file_its_tags_and_its_folded_failure(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    text = f"# The baseline.{SPEC}"
+    async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
+        await page.goto(f"{panel.url}/#new")
+        await page.fill("#submit-spec", text)
+        await page.fill("#submit-tags", "baseline, gsm8k,")
+        await page.fill("#submit-notes", "first try")
+        await page.click("#submit-send")
+        await expect(page.locator("#job-notes")).to_have_text("baselinegsm8kfirst try")
+        await page.click("#specification summary")
+        await expect(page.locator("#given-spec")).to_contain_text("# The baseline.")
+        await expect(page.locator("#resolved-spec")).to_contain_text("keep: 2")
+        await page.click("[href='#new']")
+        await page.click("#submit-copy")
+        await expect(page.locator("#submit-spec")).to_have_value(text)
+
+        job_id = next(iter(panel.orchestrator.jobs))
+        await panel.orchestrator.move(
+            job_id,
+            common_pb.JOB_STATE_STARTING,
+            common_pb.JOB_STATE_FAILED,
+            problem=FailedPrecondition(
+                "the workflow failed\nTraceback:\n  line 12", field="workflow", remedy="Correct it."
+            ),
+        )
+        await page.click("[href='#run']")
+        await expect(page.locator("#activity")).to_have_text("workflow: the workflow failed")
+        problem = page.locator("#job-problem")
+        await expect(problem.locator("summary")).to_have_text("workflow: the workflow failed")
+        await expect(problem.locator("pre")).to_be_hidden()
+        await expect(problem.locator(".remedy")).to_have_text("Correct it.")
+        await problem.locator("summary").click()
+        await expect(problem.locator("pre")).to_have_text("Traceback:\n  line 12")
+        failed = page.locator("#log li.error")
+        await expect(failed.locator("summary")).to_have_text(
+            "failed: workflow: the workflow failed"
+        )
+
+        await page.click("[href='#jobs']")
+        await page.fill("#jobs-filter", "gsm8k")
+        await page.click(f"[aria-label='Edit tags and notes of {job_id}']")
+        await page.fill("#annotation [name=tags]", "baseline, kept")
+        await page.fill("#annotation [name=notes]", "second try")
+        await page.click("#annotation [value=save]")
+        await page.fill("#jobs-filter", "second")
+        row = page.locator(f"[data-job='{job_id}']")
+        await expect(row).to_contain_text("baselinekept")
+        await expect(row).to_contain_text("second try")
+        [change] = panel.orchestrator.requests("AnnotateJob")
+        assert (list(change.add_tags), list(change.remove_tags)) == (["kept"], ["gsm8k"])
         assert faults == []

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.control_panel.conftest import SPEC, YAML, Panel
 from tests.support.waiting import PATIENCE
@@ -235,3 +236,43 @@ async def test_a_field_that_there_is_not_is_named_with_the_one_that_was_meant(pa
     assert (problem["field"], problem["remedy"]) == ("core", "Did you mean `cores`?")
     problem = (await panel.http.post("/api/functions", json={"nmae": "f"})).json()
     assert "permitted" not in problem["detail"]
+
+
+async def test_a_job_has_tags_notes_and_its_file_as_it_was_given(panel: Panel) -> None:
+    text = f"# The baseline.{SPEC}"
+    reply = await panel.http.post(
+        "/api/jobs?tag=baseline&tag=gsm8k&notes=first%20try", content=text, headers=YAML
+    )
+    job = reply.json()
+    assert (job["tags"], job["notes"]) == (["baseline", "gsm8k"], "first try")
+    path = f"/api/jobs/{job['job_id']}"
+    changed = await panel.http.patch(
+        path,
+        json={"add_tags": ["kept"], "remove_tags": ["gsm8k"]},
+        headers={"Idempotency-Key": "1"},
+    )
+    assert changed.json()["tags"] == ["baseline", "kept"]
+    assert changed.json()["notes"] == "first try"
+    assert panel.orchestrator.requests("AnnotateJob")[0].request_id == "1"
+    assert (await panel.http.patch(path, json={"notes": ""})).json()["notes"] == ""
+    refused = await panel.http.patch(path, json={"tags": ["a"]})
+    assert (refused.status_code, refused.json()["field"]) == (422, "body.tags")
+    found = (await panel.http.get(f"{path}/specification")).json()
+    assert found["given"] == text
+    assert yaml.safe_load(found["resolved"])["pipeline"]["steps"] == 10
+    assert "group_size" in found["resolved"], "with defaults"
+
+
+async def test_the_utilization_of_hosts_is_fractions_and_null_without_a_value(panel: Panel) -> None:
+    query = {"since": "2026-11-29T03:00:00Z", "until": "2026-11-29T04:00:00+00:00", "points": 60}
+    found = (await panel.http.get("/api/cluster/utilization", params=query)).json()
+    [asked] = panel.orchestrator.requests("ListHostUse")
+    assert (asked.since.ToJsonString(), asked.points) == ("2026-11-29T03:00:00Z", 60)
+    assert asked.until.ToJsonString() == "2026-11-29T04:00:00Z"
+    [host] = found["hosts"]
+    assert host["host"] == "node-a"
+    assert (host["cpu"][0], host["cpu"][30]) == (0.5, None)
+    assert host["gpu"] == [None] * 60 == [None] * len(found["times"])
+    for bad in ({"since": "yesterday"}, {"since": "2026-11-29T03:00:00"}, {"points": 0}):
+        reply = await panel.http.get("/api/cluster/utilization", params=bad)
+        assert (reply.status_code, reply.json()["field"]) == (422, f"query.{next(iter(bad))}")

@@ -7,6 +7,8 @@ is found out. Errors cross the wire as the real service sends them.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -44,6 +46,12 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         self.metadata: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self.profiles: dict[str, str] = {}
+        # Specifications as they were given, by job.
+        self.given: dict[str, str] = {}
+        # Hosts, each with its CPU, memory, GPU and GPU memory.
+        self.hosts: dict[str, tuple[float, float, float, float]] = {
+            "node-a": (0.5, 0.25, math.nan, math.nan)
+        }
         self.wrong_checksum = False
         self.cut_export = False
         # Tokens of the reply of trajectory t1; 0: none are kept.
@@ -113,7 +121,10 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
                 spec_json=spec.model_dump_json(),
                 directory=f"/data/{job_id}",
                 state=S.JOB_STATE_SUBMITTED,
+                tags=request.tags,
+                notes=request.notes,
             )
+            self.given[job_id] = request.given_spec or request.spec
             job.created_at.GetCurrentTime()
             self.jobs[job_id] = job
             self.logs[job_id] = []
@@ -126,7 +137,8 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         self, request: orchestrator_pb.GetJobRequest, context: Any
     ) -> orchestrator_pb.GetJobResponse:
         await self._note("GetJob", request, context)
-        return orchestrator_pb.GetJobResponse(job=await self._job(request.job_id, context))
+        job = await self._job(request.job_id, context)
+        return orchestrator_pb.GetJobResponse(job=job, given_spec=self.given.get(job.job_id, ""))
 
     async def GetJobProfile(
         self, request: orchestrator_pb.GetJobProfileRequest, context: Any
@@ -199,6 +211,28 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         await self._note("CancelJob", request, context)
         await self._move(request.job_id, context, S.JOB_STATE_CANCELLING, S.JOB_STATE_CANCELLED)
         return orchestrator_pb.CancelJobResponse(job=self.jobs[request.job_id])
+
+    async def AnnotateJob(
+        self, request: orchestrator_pb.AnnotateJobRequest, context: Any
+    ) -> orchestrator_pb.AnnotateJobResponse:
+        await self._note("AnnotateJob", request, context)
+        job = await self._job(request.job_id, context)
+        tags = sorted(set(job.tags) - set(request.remove_tags) | set(request.add_tags))
+        job.tags[:] = tags
+        job.notes = request.notes if request.HasField("notes") else job.notes
+        return orchestrator_pb.AnnotateJobResponse(job=job)
+
+    async def ListHostUse(
+        self, request: orchestrator_pb.ListHostUseRequest, context: Any
+    ) -> orchestrator_pb.ListHostUseResponse:
+        await self._note("ListHostUse", request, context)
+        since = request.since.ToNanoseconds() / 1e9 if request.HasField("since") else time.time()
+        reply = orchestrator_pb.ListHostUseResponse(times=[since + 10 * i for i in range(60)])
+        for host, values in self.hosts.items():
+            cpu, memory, gpu, gpu_memory = ([value] * 60 for value in values)
+            cpu[30] = math.nan
+            reply.hosts.add(host=host, cpu=cpu, memory=memory, gpu=gpu, gpu_memory=gpu_memory)
+        return reply
 
     async def ForgetJob(
         self, request: orchestrator_pb.ForgetJobRequest, context: Any
@@ -301,7 +335,14 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         await self._note("GetCluster", request, context)
         reply = orchestrator_pb.GetClusterResponse(in_flight={"job": 5})
         reply.workers.add(
-            worker_id="r0", kind=orchestrator_pb.WORKER_KIND_ROLLOUT, alive=True, doing="rolls"
+            worker_id="r0",
+            kind=orchestrator_pb.WORKER_KIND_ROLLOUT,
+            alive=True,
+            doing="rolls",
+            jobs=["job"],
+        )
+        reply.workers.add(
+            worker_id="t0", kind=orchestrator_pb.WORKER_KIND_TRAINER, alive=True, jobs=["job", "x"]
         )
         engine = reply.engines.add(engine_id="e0", policy="solver", worker_id="r0", job_id="job")
         engine.state = common_pb.ENGINE_STATE_HEALTHY

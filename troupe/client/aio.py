@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from troupe.client.comparison import Comparison
 from troupe.client.functions import AsyncFunctions, with_code
-from troupe.client.handle import AsyncJobHandle, Spec, paged, read_spec
+from troupe.client.handle import AsyncJobHandle, Spec, given_text, paged, read_spec
 from troupe.client.records import Cluster, Job, JobState
 from troupe.cluster.errors import NoCluster
 from troupe.cluster.settings import DEFAULT_DATA_DIR, require_utf8
@@ -141,20 +141,31 @@ class AsyncClient:
         spec: Spec,
         job_id: str | None = None,
         overrides: Mapping[str, Any] | None = None,
+        *,
+        tags: Sequence[str] = (),
+        notes: str = "",
+        given: str | None = None,
     ) -> AsyncJobHandle:
         """Submit a job: a path, YAML or JSON text, a `JobSpec`, or the fields of a job as a dict,
         with functions and rows of this program (`troupe.train`); returns when it is durable.
 
         `overrides` has other values by path: `{"pipeline.steps": 20}`. You may choose the `job_id`;
         the same specification under the same id is the same job. The files that its `code` names
-        are sent along. Raises `troupe.job.JobSpecError` for an invalid specification, and
-        `InvalidArgument` for functions or rows that cannot be sent.
+        are sent along. `tags` (short words) and `notes` are for people, and
+        `AsyncJobHandle.annotate` changes them later. `given`: the text to show as the job's own
+        file, by default that of `spec` (`AsyncJobHandle.given_spec`). Raises
+        `troupe.job.JobSpecError` for an invalid specification, and `InvalidArgument` for functions
+        or rows that cannot be sent.
         """
-        job = await with_code(self._reward, read_spec(spec, overrides))
+        read = read_spec(spec, overrides)
+        job = await with_code(self._reward, read)
         request = orchestrator_pb.SubmitJobRequest(
             request_id=new_id("submit"),
             spec=job.model_dump_json(),
             job_id=job_id or "",
+            given_spec=given_text(spec, read, overrides) if given is None else given,
+            tags=tags,
+            notes=notes,
         )
         reply = await self._stub.SubmitJob(request)
         return self.job(reply.job.job_id)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, TypeVar
 
 import xxhash
+import yaml
 
 from troupe.checkpoints.verifying import verify
 from troupe.client.comparison import Comparison
@@ -137,11 +139,13 @@ class AsyncJobHandle:
         `spec` replaces the specification. It must describe the same job (with more steps, other
         limits, ...); otherwise `FailedPrecondition` names the differences.
         """
-        job = None if spec is None else await with_code(self._reward, read_spec(spec))
+        read = None if spec is None else read_spec(spec)
+        job = None if read is None else await with_code(self._reward, read)
         request = orchestrator_pb.ResumeJobRequest(
             request_id=new_id("resume"),
             job_id=self.id,
             spec="" if job is None else job.model_dump_json(),
+            given_spec="" if spec is None or read is None else given_text(spec, read),
         )
         return Job.of((await self._stub.ResumeJob(request)).job)
 
@@ -151,6 +155,32 @@ class AsyncJobHandle:
             request_id=new_id("cancel"), job_id=self.id, reason=reason
         )
         return Job.of((await self._stub.CancelJob(request)).job)
+
+    async def annotate(
+        self,
+        *,
+        add_tags: Sequence[str] = (),
+        remove_tags: Sequence[str] = (),
+        notes: str | None = None,
+    ) -> Job:
+        """Add and remove tags, and replace the notes unless they are None, in any state of the job.
+
+        At most 32 tags of 64 characters, and 4,000 characters of notes.
+        """
+        request = orchestrator_pb.AnnotateJobRequest(
+            request_id=new_id("annotate"),
+            job_id=self.id,
+            add_tags=add_tags,
+            remove_tags=remove_tags,
+            notes=notes,
+        )
+        return Job.of((await self._stub.AnnotateJob(request)).job)
+
+    async def given_spec(self) -> str:
+        """Return the specification as its author wrote it, with its comments; `Job.spec` is the
+        same with its defaults filled in. Empty for a job of an earlier release."""
+        reply = await self._stub.GetJob(orchestrator_pb.GetJobRequest(job_id=self.id))
+        return reply.given_spec
 
     async def forget(self) -> Job:
         """Delete an ended job from the cluster's memory: its record, log, metrics, trajectories,
@@ -458,11 +488,32 @@ def read_spec(spec: Spec, overrides: Mapping[str, Any] | None = None) -> JobSpec
         return _changed(spec, changes)
     if isinstance(spec, Mapping):
         return job_of_program(with_overrides(spec, changes))
-    if isinstance(spec, str) and (not spec.strip() or "\n" in spec or "{" in spec):
-        raw = read_mapping(spec)
-    else:
-        raw = read_mapping(load_text(spec), str(spec))
+    raw = read_mapping(spec) if _is_text(spec) else read_mapping(load_text(spec), str(spec))
     return job_of(with_overrides(raw, changes))
+
+
+def given_text(
+    spec: Spec, job: JobSpec | ProgramJob, overrides: Mapping[str, Any] | None = None
+) -> str:
+    """Return the job as its author wrote it, as YAML: the own text of a file or string, with
+    comments and then `overrides` as a comment; else the fields that `job`, made of `spec`, sets."""
+    if not isinstance(spec, str | Path):
+        made = job.spec if isinstance(job, ProgramJob) else job
+        fields = made.model_dump(mode="json", exclude_unset=True)
+        return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+    text = spec if _is_text(spec) else load_text(spec)
+    if not overrides:
+        return text
+    changes = "".join(
+        f"#   {path}: {one if isinstance(one, str) else json.dumps(one, default=str)}\n"
+        for path, one in overrides.items()
+    )
+    return f"{text.rstrip()}\n\n# Changed when it was submitted:\n{changes}"
+
+
+def _is_text(spec: str | Path) -> TypeGuard[str]:
+    """Return whether a string is YAML or JSON text, not a path."""
+    return isinstance(spec, str) and (not spec.strip() or "\n" in spec or "{" in spec)
 
 
 def _changed(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:

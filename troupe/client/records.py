@@ -135,6 +135,10 @@ class Job(Record, id_from="job_id"):
     """The best checkpoint, if the job keeps one."""
     ran_seconds: float = 0.0
     """Seconds that it has run, as `limits.job_seconds` counts them."""
+    tags: tuple[str, ...] = ()
+    """Users' own words to find the job by, in order."""
+    notes: str = ""
+    """Users' own text about the job."""
     spec_json: str = field(repr=False, default="")
 
     @property

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -182,6 +182,8 @@ class JobHandle(Blocking[AsyncJobHandle]):
     pause = _call(AsyncJobHandle.pause)
     resume = _call(AsyncJobHandle.resume)
     cancel = _call(AsyncJobHandle.cancel)
+    annotate = _call(AsyncJobHandle.annotate)
+    given_spec = _call(AsyncJobHandle.given_spec)
     forget = _call(AsyncJobHandle.forget)
     versions = _call(AsyncJobHandle.versions)
     checkpoints = _call(AsyncJobHandle.checkpoints)
@@ -247,9 +249,15 @@ class Client(Blocking[AsyncClient]):
         spec: Spec,
         job_id: str | None = None,
         overrides: Mapping[str, Any] | None = None,
+        *,
+        tags: Sequence[str] = (),
+        notes: str = "",
+        given: str | None = None,
     ) -> JobHandle:
         """Submit a job, as `AsyncClient.submit` does."""
-        handle = self._loop.run(self._native.submit(spec, job_id, overrides))
+        handle = self._loop.run(
+            self._native.submit(spec, job_id, overrides, tags=tags, notes=notes, given=given)
+        )
         return JobHandle(handle, self._loop)
 
     def job(self, job_id: str) -> JobHandle:

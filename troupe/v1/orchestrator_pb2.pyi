@@ -335,6 +335,8 @@ class Job(_message.Message):
     SPLIT_HINT_FIELD_NUMBER: _builtins.int
     BEFORE_INTERVALS_FIELD_NUMBER: _builtins.int
     AFTER_INTERVALS_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     EARLY_END_FIELD_NUMBER: _builtins.int
     BEST_FIELD_NUMBER: _builtins.int
     RAN_SECONDS_FIELD_NUMBER: _builtins.int
@@ -354,6 +356,7 @@ class Job(_message.Message):
     """Which change of its engines or trainers would shorten its steps, for people; empty: none, or
     too little is measured.
     """
+    notes: _builtins.str
     ran_seconds: _builtins.float
     """Seconds that it has run, by the rules of `limits.job_seconds`."""
     @_builtins.property
@@ -391,6 +394,10 @@ class Job(_message.Message):
     @_builtins.property
     def after_intervals(self) -> _containers.MessageMap[_builtins.str, Global___ScoreInterval]: ...
     @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Users' own, which change nothing in how it runs: short words to find it by, in order, and text."""
+
+    @_builtins.property
     def early_end(self) -> Global___EarlyEnd:
         """Why it ended before its last step; absent: it did not."""
 
@@ -422,13 +429,15 @@ class Job(_message.Message):
         split_hint: _builtins.str = ...,
         before_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
         after_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+        notes: _builtins.str = ...,
         early_end: Global___EarlyEnd | None = ...,
         best: Global___BestCheckpoint | None = ...,
         ran_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "best", b"best", "created_at", b"created_at", "early_end", b"early_end", "ended_at", b"ended_at", "problem", b"problem", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "activity", b"activity", "after", b"after", "after_intervals", b"after_intervals", "before", b"before", "before_intervals", b"before_intervals", "best", b"best", "created_at", b"created_at", "directory", b"directory", "early_end", b"early_end", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "problem", b"problem", "ran_seconds", b"ran_seconds", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "activity", b"activity", "after", b"after", "after_intervals", b"after_intervals", "before", b"before", "before_intervals", b"before_intervals", "best", b"best", "created_at", b"created_at", "directory", b"directory", "early_end", b"early_end", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "notes", b"notes", "problem", b"problem", "ran_seconds", b"ran_seconds", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "tags", b"tags", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best: _TypeAlias = _typing.Literal["best"]  # noqa: Y015
     _WhichOneofArgType__best: _TypeAlias = _typing.Literal["_best", b"_best"]  # noqa: Y015
@@ -560,21 +569,32 @@ class SubmitJobRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
+    GIVEN_SPEC_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     spec: _builtins.str
     """The job's YAML (or JSON) text."""
     job_id: _builtins.str
     """Chosen by the caller or, when empty, derived from name and request_id."""
+    given_spec: _builtins.str
+    """The text that `spec` was made of, for people. Empty: `spec` itself."""
+    notes: _builtins.str
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         spec: _builtins.str = ...,
         job_id: _builtins.str = ...,
+        given_spec: _builtins.str = ...,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+        notes: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_spec", b"given_spec", "job_id", b"job_id", "notes", b"notes", "request_id", b"request_id", "spec", b"spec", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,16 +644,20 @@ class GetJobResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    GIVEN_SPEC_FIELD_NUMBER: _builtins.int
+    given_spec: _builtins.str
+    """The specification as its author wrote it, with comments; empty if that is not known."""
     @_builtins.property
     def job(self) -> Global___Job: ...
     def __init__(
         self,
         *,
         job: Global___Job | None = ...,
+        given_spec: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_spec", b"given_spec", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -957,22 +981,26 @@ class ResumeJobRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    GIVEN_SPEC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     spec: _builtins.str
     """Continue under this specification (YAML or JSON) instead. Refused, with the difference, when
     it is not the same job any more.
     """
+    given_spec: _builtins.str
+    """The text that `spec` was made of, for people. Empty: `spec` itself."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         job_id: _builtins.str = ...,
         spec: _builtins.str = ...,
+        given_spec: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_spec", b"given_spec", "job_id", b"job_id", "request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1042,6 +1070,62 @@ class CancelJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelJobResponse: _TypeAlias = CancelJobResponse  # noqa: Y015
+
+@_typing.final
+class AnnotateJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    ADD_TAGS_FIELD_NUMBER: _builtins.int
+    REMOVE_TAGS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    notes: _builtins.str
+    """Replace the present ones; absent: they stay."""
+    @_builtins.property
+    def add_tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def remove_tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        add_tags: _abc.Iterable[_builtins.str] | None = ...,
+        remove_tags: _abc.Iterable[_builtins.str] | None = ...,
+        notes: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_notes", b"_notes", "notes", b"notes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_notes", b"_notes", "add_tags", b"add_tags", "job_id", b"job_id", "notes", b"notes", "remove_tags", b"remove_tags", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__notes: _TypeAlias = _typing.Literal["notes"]  # noqa: Y015
+    _WhichOneofArgType__notes: _TypeAlias = _typing.Literal["_notes", b"_notes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__notes) -> _WhichOneofReturnType__notes | None: ...
+
+Global___AnnotateJobRequest: _TypeAlias = AnnotateJobRequest  # noqa: Y015
+
+@_typing.final
+class AnnotateJobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> Global___Job: ...
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnotateJobResponse: _TypeAlias = AnnotateJobResponse  # noqa: Y015
 
 @_typing.final
 class ForgetJobRequest(_message.Message):
@@ -2381,6 +2465,7 @@ class WorkerStatus(_message.Message):
     TRAINER_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     kind: Global___WorkerKind.ValueType
     address: _builtins.str
@@ -2395,6 +2480,10 @@ class WorkerStatus(_message.Message):
 
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenDevice]: ...
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The jobs for which it holds engines or policies, or plays trajectories, in order."""
+
     def __init__(
         self,
         *,
@@ -2408,10 +2497,11 @@ class WorkerStatus(_message.Message):
         trainer: Global___TrainerDevice | None = ...,
         node: _builtins.str = ...,
         devices: _abc.Iterable[Global___GivenDevice] | None = ...,
+        jobs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "alive", b"alive", "devices", b"devices", "doing", b"doing", "kind", b"kind", "node", b"node", "rss_bytes", b"rss_bytes", "seconds_since_heartbeat", b"seconds_since_heartbeat", "trainer", b"trainer", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "alive", b"alive", "devices", b"devices", "doing", b"doing", "jobs", b"jobs", "kind", b"kind", "node", b"node", "rss_bytes", b"rss_bytes", "seconds_since_heartbeat", b"seconds_since_heartbeat", "trainer", b"trainer", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2561,6 +2651,7 @@ class HeartbeatRequest(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     LOOP_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_USE_FIELD_NUMBER: _builtins.int
     CPU_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable per process; a restarted process uses a new one."""
@@ -2598,6 +2689,10 @@ class HeartbeatRequest(_message.Message):
         """Devices that this worker was given, and what is on each of them."""
 
     @_builtins.property
+    def host_use(self) -> Global___HostUse:
+        """A new measurement; absent from most heartbeats."""
+
+    @_builtins.property
     def cpu(self) -> Global___HostCpu: ...
     def __init__(
         self,
@@ -2617,11 +2712,12 @@ class HeartbeatRequest(_message.Message):
         devices: _abc.Iterable[Global___GivenDevice] | None = ...,
         node: _builtins.str = ...,
         loop_seconds: _builtins.float = ...,
+        host_use: Global___HostUse | None = ...,
         cpu: Global___HostCpu | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "trainer", b"trainer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "host_use", b"host_use", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "cpu", b"cpu", "devices", b"devices", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "loop_seconds", b"loop_seconds", "node", b"node", "rss_bytes", b"rss_bytes", "trainer", b"trainer", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "cpu", b"cpu", "devices", b"devices", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "host_use", b"host_use", "kind", b"kind", "loads", b"loads", "loop_seconds", b"loop_seconds", "node", b"node", "rss_bytes", b"rss_bytes", "trainer", b"trainer", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2656,6 +2752,106 @@ class HostCpu(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HostCpu: _TypeAlias = HostCpu  # noqa: Y015
+
+@_typing.final
+class HostUse(_message.Message):
+    """The memory of a host, and the devices that the measuring worker may use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    """What the host's processes may use; a container's limit counts."""
+    used_bytes: _builtins.int
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceUse]: ...
+    def __init__(
+        self,
+        *,
+        memory_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        devices: _abc.Iterable[Global___DeviceUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "memory_bytes", b"memory_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostUse: _TypeAlias = HostUse  # noqa: Y015
+
+@_typing.final
+class DeviceUse(_message.Message):
+    """A device as its driver reports it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UUID_FIELD_NUMBER: _builtins.int
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    uuid: _builtins.str
+    """The driver's name for it."""
+    utilization: _builtins.float
+    memory_bytes: _builtins.int
+    used_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        uuid: _builtins.str = ...,
+        utilization: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "used_bytes", b"used_bytes", "utilization", b"utilization", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceUse: _TypeAlias = DeviceUse  # noqa: Y015
+
+@_typing.final
+class HostUseRow(_message.Message):
+    """The measurements of all hosts at one time, as fractions, in the order of `hosts`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOSTS_FIELD_NUMBER: _builtins.int
+    CPU_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    GPU_MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def cpu(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def memory(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def gpu(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Mean utilization of a host's GPUs, and the used fraction of their memory; NaN without GPUs."""
+
+    @_builtins.property
+    def gpu_memory(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        hosts: _abc.Iterable[_builtins.str] | None = ...,
+        cpu: _abc.Iterable[_builtins.float] | None = ...,
+        memory: _abc.Iterable[_builtins.float] | None = ...,
+        gpu: _abc.Iterable[_builtins.float] | None = ...,
+        gpu_memory: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "gpu", b"gpu", "gpu_memory", b"gpu_memory", "hosts", b"hosts", "memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostUseRow: _TypeAlias = HostUseRow  # noqa: Y015
 
 @_typing.final
 class GivenDevice(_message.Message):
@@ -2759,6 +2955,99 @@ class HeartbeatResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
+
+@_typing.final
+class ListHostUseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    POINTS_FIELD_NUMBER: _builtins.int
+    points: _builtins.int
+    """At most so many values per host: they are means of equal parts of the range. 0: 240."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """Absent: now."""
+
+    def __init__(
+        self,
+        *,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
+        points: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["points", b"points", "since", b"since", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHostUseRequest: _TypeAlias = ListHostUseRequest  # noqa: Y015
+
+@_typing.final
+class ListHostUseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIMES_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def times(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """When each part ends, in seconds since the epoch, ascending; parts without values are left out."""
+
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostUseHistory]: ...
+    def __init__(
+        self,
+        *,
+        times: _abc.Iterable[_builtins.float] | None = ...,
+        hosts: _abc.Iterable[Global___HostUseHistory] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts", "times", b"times"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHostUseResponse: _TypeAlias = ListHostUseResponse  # noqa: Y015
+
+@_typing.final
+class HostUseHistory(_message.Message):
+    """Fractions at `times`; NaN where a host has no value."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    CPU_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    GPU_MEMORY_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    @_builtins.property
+    def cpu(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def memory(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def gpu(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def gpu_memory(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        cpu: _abc.Iterable[_builtins.float] | None = ...,
+        memory: _abc.Iterable[_builtins.float] | None = ...,
+        gpu: _abc.Iterable[_builtins.float] | None = ...,
+        gpu_memory: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "gpu", b"gpu", "gpu_memory", b"gpu_memory", "host", b"host", "memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostUseHistory: _TypeAlias = HostUseHistory  # noqa: Y015
 
 @_typing.final
 class JoinNodeRequest(_message.Message):

@@ -70,6 +70,11 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.CancelJobResponse.FromString,
                 _registered_method=True)
+        self.AnnotateJob = channel.unary_unary(
+                '/troupe.v1.Orchestrator/AnnotateJob',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.AnnotateJobRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.AnnotateJobResponse.FromString,
+                _registered_method=True)
         self.ForgetJob = channel.unary_unary(
                 '/troupe.v1.Orchestrator/ForgetJob',
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ForgetJobRequest.SerializeToString,
@@ -144,6 +149,11 @@ class OrchestratorStub:
                 '/troupe.v1.Orchestrator/GetCluster',
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetClusterResponse.FromString,
+                _registered_method=True)
+        self.ListHostUse = channel.unary_unary(
+                '/troupe.v1.Orchestrator/ListHostUse',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ListHostUseRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ListHostUseResponse.FromString,
                 _registered_method=True)
         self.GeneratePolicy = channel.unary_unary(
                 '/troupe.v1.Orchestrator/GeneratePolicy',
@@ -225,6 +235,13 @@ class OrchestratorServicer:
 
     def CancelJob(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AnnotateJob(self, request, context):
+        """Changes a job's tags and notes, in any of its states.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -330,6 +347,13 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListHostUse(self, request, context):
+        """How busy CPU, memory and GPUs of every host were in a range of time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GeneratePolicy(self, request, context):
         """Generates with a policy of a job at its newest version.
         """
@@ -419,6 +443,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.CancelJobRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.CancelJobResponse.SerializeToString,
             ),
+            'AnnotateJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.AnnotateJob,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.AnnotateJobRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.AnnotateJobResponse.SerializeToString,
+            ),
             'ForgetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ForgetJob,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ForgetJobRequest.FromString,
@@ -493,6 +522,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetClusterRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetClusterResponse.SerializeToString,
+            ),
+            'ListHostUse': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHostUse,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ListHostUseRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ListHostUseResponse.SerializeToString,
             ),
             'GeneratePolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.GeneratePolicy,
@@ -719,6 +753,33 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/CancelJob',
             troupe_dot_v1_dot_orchestrator__pb2.CancelJobRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.CancelJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AnnotateJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/AnnotateJob',
+            troupe_dot_v1_dot_orchestrator__pb2.AnnotateJobRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.AnnotateJobResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1124,6 +1185,33 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/GetCluster',
             troupe_dot_v1_dot_orchestrator__pb2.GetClusterRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.GetClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHostUse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/ListHostUse',
+            troupe_dot_v1_dot_orchestrator__pb2.ListHostUseRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.ListHostUseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class OrchestratorStub:
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeJobRequest, _orchestrator_pb2.ResumeJobResponse]
     """Continues a paused job, or one that failed or was cancelled, from its last committed step."""
     CancelJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]
+    AnnotateJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.AnnotateJobRequest, _orchestrator_pb2.AnnotateJobResponse]
+    """Changes a job's tags and notes, in any of its states."""
     ForgetJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ForgetJobRequest, _orchestrator_pb2.ForgetJobResponse]
     """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
     trajectories, rows and published weights. What is in its directory stays (checkpoints,
@@ -68,6 +70,8 @@ class OrchestratorStub:
     """The store's audit, and the newest version of every policy."""
     GetCluster: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetClusterRequest, _orchestrator_pb2.GetClusterResponse]
     """One picture of what every service does now."""
+    ListHostUse: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListHostUseRequest, _orchestrator_pb2.ListHostUseResponse]
+    """How busy CPU, memory and GPUs of every host were in a range of time."""
     GeneratePolicy: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GeneratePolicyRequest, _orchestrator_pb2.GeneratePolicyResponse]
     """Generates with a policy of a job at its newest version."""
     ScorePolicy: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ScorePolicyRequest, _orchestrator_pb2.ScorePolicyResponse]
@@ -99,6 +103,8 @@ class OrchestratorAsyncStub(OrchestratorStub):
     ResumeJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeJobRequest, _orchestrator_pb2.ResumeJobResponse]  # type: ignore[assignment]
     """Continues a paused job, or one that failed or was cancelled, from its last committed step."""
     CancelJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]  # type: ignore[assignment]
+    AnnotateJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.AnnotateJobRequest, _orchestrator_pb2.AnnotateJobResponse]  # type: ignore[assignment]
+    """Changes a job's tags and notes, in any of its states."""
     ForgetJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ForgetJobRequest, _orchestrator_pb2.ForgetJobResponse]  # type: ignore[assignment]
     """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
     trajectories, rows and published weights. What is in its directory stays (checkpoints,
@@ -126,6 +132,8 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """The store's audit, and the newest version of every policy."""
     GetCluster: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetClusterRequest, _orchestrator_pb2.GetClusterResponse]  # type: ignore[assignment]
     """One picture of what every service does now."""
+    ListHostUse: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListHostUseRequest, _orchestrator_pb2.ListHostUseResponse]  # type: ignore[assignment]
+    """How busy CPU, memory and GPUs of every host were in a range of time."""
     GeneratePolicy: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GeneratePolicyRequest, _orchestrator_pb2.GeneratePolicyResponse]  # type: ignore[assignment]
     """Generates with a policy of a job at its newest version."""
     ScorePolicy: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ScorePolicyRequest, _orchestrator_pb2.ScorePolicyResponse]  # type: ignore[assignment]
@@ -196,6 +204,14 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.CancelJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.CancelJobResponse, _abc.Awaitable[_orchestrator_pb2.CancelJobResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def AnnotateJob(
+        self,
+        request: _orchestrator_pb2.AnnotateJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.AnnotateJobResponse, _abc.Awaitable[_orchestrator_pb2.AnnotateJobResponse]]:
+        """Changes a job's tags and notes, in any of its states."""
 
     @_abc_1.abstractmethod
     def ForgetJob(
@@ -313,6 +329,14 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.GetClusterResponse, _abc.Awaitable[_orchestrator_pb2.GetClusterResponse]]:
         """One picture of what every service does now."""
+
+    @_abc_1.abstractmethod
+    def ListHostUse(
+        self,
+        request: _orchestrator_pb2.ListHostUseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.ListHostUseResponse, _abc.Awaitable[_orchestrator_pb2.ListHostUseResponse]]:
+        """How busy CPU, memory and GPUs of every host were in a range of time."""
 
     @_abc_1.abstractmethod
     def GeneratePolicy(

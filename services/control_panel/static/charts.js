@@ -144,7 +144,8 @@ export function smoothed(values, weight) {
 const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 // Of the wall clock, from seconds to months.
 const CLOCK = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 432000, 864000, 2592000];
-const SECONDS = [1, 5, 10, 30, 60, 120, 300, 600];
+const SECONDS = [1, 5, 10, 30, ...CLOCK.filter((one) => one >= 60)];
+const DAY = 86400;
 const MARKED_POINTS = 60;
 // With more points than this a line is a pixel wide: wider lines hide the noise, and take most of the
 // drawing time.
@@ -202,6 +203,12 @@ function isolated(plot, index, show) {
     if (values[i] != null && values[i - 1] == null && values[i + 1] == null) found.push(i);
   }
   return found.length ? found : null;
+}
+
+// A time of the day, or where a chart is longer than that, with its date.
+function timeOf(seconds, long) {
+  const at = new Date(seconds * 1000);
+  return long ? at.toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" }) : at.toLocaleTimeString();
 }
 
 export class Chart {
@@ -324,7 +331,8 @@ export class Chart {
       font: "11px system-ui",
     };
     const time = this.x === "time";
-    const clock = (_, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString());
+    const long = this.xs.at(-1) - this.xs[0] > DAY;
+    const clock = (_, ticks) => ticks.map((tick) => timeOf(tick, long));
     const across = time ? { ...axis, size: 30, incrs: SECONDS, space: 90, values: clock } : this.clock ? { ...axis, size: 30, incrs: CLOCK, space: 70, values: (_, ticks) => ticks.map(duration) } : { ...axis, size: 30, incrs: WHOLE };
     // Charts over time show counts of waiting and running turns.
     const counts = (_, __, most) => [0, Math.max(4, most * 1.1)];
@@ -409,7 +417,7 @@ export class Chart {
       event.preventDefault();
       const to = Math.max(0, Math.min(last, moves[event.key]));
       this.plot.setCursor({ left: this.plot.valToPos(this.xs[to], "x"), top: 10 });
-      this.said.textContent = `${this.x} ${this.x === "time" ? new Date(this.xs[to] * 1000).toLocaleTimeString() : this.counted[to]}${this.clock ? ` after ${duration(this.xs[to])}` : ""}: ${this.read(to).join(", ")}`;
+      this.said.textContent = `${this.x} ${this.x === "time" ? timeOf(this.xs[to], this.xs.at(-1) - this.xs[0] > DAY) : this.counted[to]}${this.clock ? ` after ${duration(this.xs[to])}` : ""}: ${this.read(to).join(", ")}`;
     }
   }
 }

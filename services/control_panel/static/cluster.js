@@ -17,15 +17,13 @@ function tile(name, ok, state, ...lines) {
 export function drawServices(cluster) {
   const services = cluster.services.map((s) =>
     tile(s.name, s.serving, s.serving ? "serving" : "away", s.message, s.address));
-  // The jobs whose turns a worker serves. Trainers name those that they train in what they are doing.
-  const jobsOf = ({ worker_id }) => [...new Set([...cluster.engines, ...cluster.loads].filter((one) => one.worker_id === worker_id).map((one) => one.job_id))].filter(Boolean).sort();
   const workers = cluster.workers.map((w) =>
     tile(
       `${w.kind} ${w.worker_id}`,
       w.alive,
       w.alive ? "serving" : "lost",
       w.doing || "idle",
-      jobsOf(w).length ? `for ${jobsOf(w).join(", ")}` : null,
+      w.jobs.length ? `for ${w.jobs.join(", ")}` : "for no job",
       `${(w.rss_bytes / 2 ** 20).toFixed(0)} MiB · heartbeat ${w.seconds_since_heartbeat.toFixed(1)}s ago`,
     ));
   byId("services").replaceChildren(...services, ...workers);

@@ -2,6 +2,7 @@
 import { Chart, MetricTable, curves } from "./charts.js";
 import { assign, named } from "./colours.js";
 import { api, byId, changed, el, number } from "./dom.js";
+import { searched } from "./jobs.js";
 
 const MOST_SHOWN = 300;
 const jobsChart = new Chart(byId("chart-compare"), { spans: true });
@@ -18,7 +19,7 @@ export function drawJobChoice(jobs, current) {
   known = jobs;
   if (!chosen.size && current) chosen.add(current);
   const wanted = byId("compare-filter").value.toLowerCase();
-  const fits = jobs.filter((job) => chosen.has(job.job_id) || `${job.job_id} ${job.name} ${job.state} ${job.mode}`.toLowerCase().includes(wanted)).slice(0, MOST_SHOWN);
+  const fits = jobs.filter((job) => chosen.has(job.job_id) || searched(job).includes(wanted)).slice(0, MOST_SHOWN);
   if (!changed(byId("compare-jobs"), [fits.map((job) => [job.job_id, job.state]), [...chosen]])) return;
   byId("compare-jobs").replaceChildren(
     ...fits.map((job) =>

@@ -52,6 +52,25 @@ export function toast(text) {
   hide = setTimeout(() => node.classList.remove("show"), 5000);
 }
 
+// The longest first line of a folded text.
+const MOST_SHOWN = 160;
+
+// Returns the first line of a text, shortened.
+export function firstLine(text) {
+  const line = text.trim().split("\n", 1)[0];
+  return line.length > MOST_SHOWN ? `${line.slice(0, MOST_SHOWN)} …` : line;
+}
+
+// A text of which only the first line shows until one opens it; a short text is shown whole.
+export function folded(text) {
+  const whole = text.trim();
+  const first = firstLine(whole);
+  if (first === whole) return el("span", {}, text);
+  // A first line that shows is not repeated.
+  const rest = whole.startsWith(`${first}\n`) ? whole.slice(first.length + 1) : whole;
+  return el("details", { class: "folded" }, el("summary", {}, first), el("pre", {}, rest));
+}
+
 // A message and its remedy, as sentences.
 export function advice(message, remedy) {
   if (!remedy) return message;

@@ -1,6 +1,7 @@
 // The form of a new job: an editor of its YAML that completes and explains fields, and checks the
 // whole as one types. The job's JSON schema describes the fields.
 import { api, byId, el } from "./dom.js";
+import { tagsOf } from "./jobs.js";
 
 const CHECK_AFTER_MS = 350;
 const MOST_COMPLETIONS = 60;
@@ -323,7 +324,9 @@ async function submit() {
   byId("submit-send").disabled = true;
   byId("submit-problem").textContent = "";
   try {
-    const submitted = await api("/api/jobs", yaml(editor.value));
+    const query = new URLSearchParams(tagsOf(byId("submit-tags").value).map((tag) => ["tag", tag]));
+    query.set("notes", byId("submit-notes").value);
+    const submitted = await api(`/api/jobs?${query}`, yaml(editor.value));
     dispatchEvent(new CustomEvent("submitted", { detail: submitted.job_id }));
   } catch (error) {
     byId("submit-problem").textContent = error.message;
@@ -334,11 +337,12 @@ async function submit() {
 }
 byId("submit-send").addEventListener("click", submit);
 
-// Prepares the form. spec: a specification to start from, as JSON, which is valid YAML.
-export async function openForm(spec) {
+// Prepares the form. spec: a specification to start from; given: the same as its author wrote it, if
+// that is known.
+export async function openForm(spec, given) {
   schema ??= await api("/api/specification/schema");
   if (spec) {
-    editor.value = asYaml(spec, 0);
+    editor.value = given || asYaml(spec, 0);
     await check();
   }
   explain(readYaml(editor.value, editor.selectionStart));

@@ -3,9 +3,10 @@ import { Chart, MetricTable, chartControls, curves, redrawCharts } from "./chart
 import { drawDevices, drawEngines, drawFunctions, drawPolicies, drawServices, drawSettings } from "./cluster.js";
 import { setCast } from "./colours.js";
 import { compareJobs, drawJobChoice } from "./compare.js";
-import { advice, api, apiPage, byId, changed, duration, el, inBrackets, number, toast } from "./dom.js";
+import { advice, api, apiPage, byId, changed, duration, el, firstLine, folded, inBrackets, number, toast } from "./dom.js";
 import { drawEvaluations, evaluationTiles, ofEvaluations } from "./evaluations.js";
 import { openForm } from "./form.js";
+import { drawHosts, drawJobHosts } from "./hosts.js";
 import { drawJobTable } from "./jobs.js";
 import { planFor } from "./plan.js";
 import { drawPopulation } from "./population.js";
@@ -76,7 +77,11 @@ addEventListener("hashchange", showView);
 // Data that is not streamed is requested when it is shown.
 function refresh() {
   const ignore = () => {};
-  if (view() === "cluster") drawFunctions().catch(ignore);
+  if (view() === "cluster") {
+    drawFunctions().catch(ignore);
+    drawHosts().catch(ignore);
+  }
+  if (view() === "run" && job) drawJobHosts(job).catch(ignore);
   if (view() === "compare") compareJobs().catch((error) => (byId("compare-problem").textContent = error.message));
   if (!chosen) return;
   // Colours of agents need the specification.
@@ -184,7 +189,9 @@ function drawJob() {
   const state = byId("job-state");
   state.textContent = job.state;
   state.className = `pill ${job.state}`;
-  byId("activity").textContent = job.problem ? problemText(job.problem) : job.activity;
+  byId("activity").textContent = job.problem ? firstLine(problemText(job.problem)) : job.activity;
+  drawProblem(job.problem);
+  drawNotes(job);
   const done = (100 * job.step) / Math.max(1, job.total_steps);
   byId("progress-bar").style.width = `${done}%`;
   byId("progress").setAttribute("aria-valuenow", String(Math.round(done)));
@@ -206,10 +213,25 @@ function problemText(problem) {
   return `${field}${advice(problem.message, problem.remedy)}`;
 }
 
+// The whole reason of a failure, folded, and its remedy.
+function drawProblem(problem) {
+  const place = byId("job-problem");
+  place.hidden = !problem;
+  if (!changed(place, problem) || !problem) return;
+  const reason = folded(`${problem.field ? `${problem.field}: ` : ""}${problem.message}`);
+  place.replaceChildren(reason, problem.remedy ? el("p", { class: "remedy" }, problem.remedy) : "");
+}
+
+function drawNotes({ tags, notes }) {
+  const place = byId("job-notes");
+  place.hidden = !tags.length && !notes;
+  if (changed(place, [tags, notes])) place.replaceChildren(...tags.map((tag) => el("span", { class: "tag" }, tag)), notes ? folded(notes) : "");
+}
+
 function log(text, severity, at) {
   const list = byId("log");
   const time = el("time", {}, new Date(at ?? Date.now()).toLocaleTimeString());
-  list.prepend(el("li", { class: severity }, time, text));
+  list.prepend(el("li", { class: severity }, time, folded(text)));
   while (list.children.length > LOG_LINES) list.lastChild.remove();
 }
 
@@ -221,6 +243,7 @@ function choose(id) {
   evaluations = new MetricTable();
   job = null;
   spec = null;
+  shut(byId("specification"));
   setCast(null);
   byId("log").replaceChildren();
   const query = new URLSearchParams(location.search);
@@ -256,6 +279,26 @@ function choose(id) {
   viewer.forget(id);
   drawCharts();
 }
+
+// --- the job's own file ----------------------------------------------------------------------
+
+function shut(details) {
+  details.open = false;
+  details.removeAttribute("data-read");
+}
+
+// Read when it is opened: it may be long, and few look at it.
+async function drawSpecification() {
+  const place = byId("specification");
+  const id = chosen;
+  if (!place.open || !id || place.dataset.read === id) return;
+  const found = await api(`/api/jobs/${encodeURIComponent(id)}/specification`);
+  if (id !== chosen) return;
+  place.dataset.read = id;
+  byId("given-spec").textContent = found.given || "It is not known: the job is of an earlier release.";
+  byId("resolved-spec").textContent = found.resolved;
+}
+byId("specification").addEventListener("toggle", () => drawSpecification().catch((error) => toast(error.message)));
 
 // Steps of training, and steps of evaluations.
 function byKind(values) {
@@ -398,7 +441,10 @@ byId("plan-form").addEventListener("submit", (event) => {
   event.preventDefault();
   planFor(chosen, spec);
 });
-byId("submit-copy").addEventListener("click", () => openForm(spec));
+byId("submit-copy").addEventListener("click", async () => {
+  const found = chosen ? await api(`/api/jobs/${encodeURIComponent(chosen)}/specification`) : null;
+  openForm(spec, found?.given);
+});
 addEventListener("submitted", (event) => {
   showJob(event.detail);
   toast(`submitted ${event.detail}`);
@@ -407,6 +453,9 @@ addEventListener("forgotten", (event) => {
   older = older.filter((item) => item.job_id !== event.detail);
   // The page of a deleted job begins anew, with the newest job.
   if (event.detail === chosen) location.replace("/#jobs");
+});
+addEventListener("annotated", (event) => {
+  older = older.map((item) => (item.job_id === event.detail.job_id ? event.detail : item));
 });
 // Single keys, outside of input fields.
 addEventListener("keydown", (event) => {

@@ -1,7 +1,7 @@
 // The kept conversations of a job: filter, search, pins, export; the conversation between the agents
 // of one; and the job's samples in the experience store.
 import { colour, named } from "./colours.js";
-import { api, byId, changed, duration, el, number, toast } from "./dom.js";
+import { api, byId, changed, duration, el, firstLine, folded, number, toast } from "./dom.js";
 import { TokenView } from "./tokens.js";
 
 const PAGE = 60;
@@ -82,7 +82,7 @@ export class Viewer {
       { class: "row", "data-trajectory": item.trajectory_id, "aria-current": String(item.trajectory_id === this.selected), onclick: () => open().catch((error) => toast(error.message)) },
       el("span", {}, item.trajectory_id),
       el("span", { class: `pill ${item.state}` }, item.evaluation ? "held-out" : item.state),
-      el("small", {}, rewards.map(([agent, value]) => `${agent} ${number(value)}`).join(" · ") || item.reason),
+      el("small", {}, rewards.map(([agent, value]) => `${agent} ${number(value)}`).join(" · ") || firstLine(item.reason)),
       el("small", {}, `step ${item.step} · ${item.turns} turns · ${duration(item.seconds)}${item.tokens_kept ? " · tokens" : ""}`),
       el("span", { class: "bar" }, el("span", { style: { width: `${Math.max(0, Math.min(1, team)) * 100}%` } })),
     );
@@ -115,7 +115,7 @@ export class Viewer {
     byId("conversation").scrollTop = 0;
     byId("conversation").replaceChildren(
       el("h2", {}, `${summary.trajectory_id} `, el("span", { class: `pill ${summary.state}` }, summary.state), el("small", {}, ` step ${summary.step} · ${rewards.join(" · ")}`)),
-      summary.reason ? el("p", { class: "problem" }, summary.reason) : "",
+      summary.reason ? el("div", { class: "problem" }, folded(summary.reason)) : "",
       ...turns.map((turn) => this.turn(turn)),
     );
     this.tokens.ready(summary, turns);

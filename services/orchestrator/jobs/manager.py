@@ -22,13 +22,14 @@ from services.orchestrator.functions import Catalogue
 from services.orchestrator.jobs.runner import JobRunner
 from services.orchestrator.jobs.stopping import JOB_SECONDS, EarlyEnd
 from services.orchestrator.state.job_store import Superseded, same_submission
-from services.orchestrator.state.records import JobRecord
+from services.orchestrator.state.records import JobRecord, check_notes, check_tags
 from services.orchestrator.state.redis import NO_STATE
 from troupe.job import JobSpec, JobSpecError, parse_job_in_thread
 from troupe.job.compatibility import Difference, differences, incompatible
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.yaml_input import MAX_BYTES
 
 _log = structlog.get_logger(__name__)
 _JOB_ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}")
@@ -78,11 +79,20 @@ class Jobs:
         """Return the lock for changing a job's state or binding its policies."""
         return self._locks.setdefault(job_id, asyncio.Lock())
 
-    async def submit(self, text: str, request_id: str, job_id: str) -> JobRecord:
+    async def submit(
+        self,
+        text: str,
+        request_id: str,
+        job_id: str,
+        *,
+        given: str = "",
+        tags: Sequence[str] = (),
+        notes: str = "",
+    ) -> JobRecord:
         """Store a job and start it. Repeating it with the same ids returns the same job.
 
-        Raises `InvalidArgument` naming every fault of the specification, or `AlreadyExists` when
-        `job_id` is another job's.
+        `given`: the text that `text` was made of, for people. Raises `InvalidArgument` naming every
+        fault of the specification, or `AlreadyExists` when `job_id` is another job's.
         """
         spec = await _parse(text)
         await self._shared.store.require_keeping()
@@ -109,12 +119,14 @@ class Jobs:
             spec_json=spec.model_dump_json(),
             directory=(self._shared.settings.data_dir / job_id).absolute(),
             created_at=time.time(),
+            tags=check_tags(tags),
+            notes=check_notes(notes),
         )
         _check_viewable(record)
         self._check_turns(job_id, spec)
         await self._hold_code(job_id, spec)
         async with self.lock(job_id):
-            if not await self._shared.store.create(record):
+            if not await self._shared.store.create(record, _check_given(given) or text):
                 found = await self._readable_record(job_id)
                 same_submission(found, record)
                 self._launch_if_left(found)
@@ -136,7 +148,7 @@ class Jobs:
                 self.launch(job_id)
             return record
 
-    async def resume(self, job_id: str, text: str = "") -> JobRecord:
+    async def resume(self, job_id: str, text: str = "", given: str = "") -> JobRecord:
         """Continue a paused, failed or cancelled job, or one that ended early, from its last
         committed step, with the specification `text` if given.
 
@@ -144,6 +156,7 @@ class Jobs:
         `InvalidArgument` naming every fault of the specification.
         """
         spec = await _parse(text) if text.strip() else None
+        _check_given(given)
         await self._shared.store.require_keeping()
         async with self.lock(job_id):
             record = await self._readable_record(job_id)
@@ -173,6 +186,7 @@ class Jobs:
                 spec_json=spec.model_dump_json() if spec is not None and changes else None,
             )
             if changes:
+                await self._shared.store.note_given(job_id, given or text)
                 text = "; ".join(map(str, changes))
                 await self._shared.log.notice(
                     job_id,
@@ -201,6 +215,21 @@ class Jobs:
             else:
                 self.launch(job_id)
             return record
+
+    async def annotate(
+        self, job_id: str, add: Sequence[str], remove: Sequence[str], notes: str | None
+    ) -> JobRecord:
+        """Add and remove tags, and replace the notes unless they are None, in any state of the job.
+
+        Raises `InvalidArgument`.
+        """
+        check_tags(add, "add_tags")
+        async with self.lock(job_id):
+            record = await self._readable_record(job_id)
+            tags = check_tags([*(set(record.tags) - set(remove)), *add], "add_tags")
+            text = record.notes if notes is None else check_notes(notes)
+            await self._shared.store.annotate(job_id, tags, text)
+            return replace(record, tags=tags, notes=text)
 
     async def forget(self, job_id: str) -> JobRecord:
         """Delete an ended job from Redis and the other services, but not its directory. Returns the
@@ -371,6 +400,17 @@ def job_id_of(name: str, request_id: str) -> str:
     digest = hashlib.blake2s(f"{name}/{request_id}".encode(), digest_size=4).hexdigest()
     # A dot separates the parts of an engine's id, which begins with the job's.
     return f"{name.replace('.', '-')}-{digest}"
+
+
+def _check_given(text: str) -> str:
+    """Return a specification as it was given. Raises `InvalidArgument`."""
+    if (size := len(text.encode())) > MAX_BYTES:
+        raise InvalidArgument(
+            f"has {size:,} bytes, more than {MAX_BYTES:,}",
+            field="given_spec",
+            remedy="Keep data out of the job's file: name files instead.",
+        )
+    return text
 
 
 def _check_viewable(record: JobRecord) -> None:

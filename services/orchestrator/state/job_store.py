@@ -112,16 +112,18 @@ class JobStore:
         """Raise `FailedPrecondition` if Redis may delete jobs."""
         await self._redis.risks()
 
-    async def create(self, record: JobRecord) -> bool:
-        """Store a new job. Returns False if the id is taken, and leaves that job's record
-        unchanged."""
+    async def create(self, record: JobRecord, given: str = "") -> bool:
+        """Store a new job, with its specification as it was given. Returns False if the id is
+        taken, and leaves that job's record unchanged."""
         keys = JobKeys(record.job_id)
         event = _event(state=orchestrator_pb.StateChanged(state=record.state))
         kept = record.to_hash()
         if self._data_dir is not None and record.directory.is_relative_to(self._data_dir):
             kept["directory"] = str(record.directory.relative_to(self._data_dir))
         fields = [part for pair in kept.items() for part in pair]
-        made = await self._redis.run_script("create", [keys.record, keys.events], [event, *fields])
+        made = await self._redis.run_script(
+            "create", [keys.record, keys.events, keys.given], [event, given, *fields]
+        )
         # Repeated after a crash between the two writes: the index is a set.
         await self._redis.call("ZADD", INDEX, "NX", record.created_at, record.job_id)
         self._log.wake(record.job_id)
@@ -254,6 +256,21 @@ class JobStore:
         """Return the job's measured profile; None before the end of its first step."""
         found = await self._redis.call("GET", JobKeys(job_id).profile)
         return None if found is None else JobProfile.unpack(found)
+
+    async def given(self, job_id: str) -> str:
+        """Return the job's specification as its author wrote it; empty if that is not known."""
+        found = await self._redis.call("GET", JobKeys(job_id).given)
+        return "" if found is None else found.decode()
+
+    async def note_given(self, job_id: str, text: str) -> None:
+        """Store another specification as its author wrote it."""
+        await self._redis.call("SET", JobKeys(job_id).given, text)
+
+    async def annotate(self, job_id: str, tags: Sequence[str], notes: str) -> None:
+        """Store a job's tags and notes. The caller holds the job's lock."""
+        fields = {"tags": json.dumps(list(tags)), "notes": notes}
+        pairs = [part for pair in fields.items() for part in pair]
+        await self._redis.call("HSET", JobKeys(job_id).record, *pairs)
 
     async def note_states(self, job_id: str) -> None:
         """Note that hosts may hold published weights of the job."""

@@ -67,6 +67,10 @@ _TEXT: Final[_Codec] = (str, bytes.decode)
 _INT: Final[_Codec] = (str, int)
 _FLOAT: Final[_Codec] = (repr, float)
 _PROBLEM: Final[_Codec] = (problem_field, _parse_problem)
+_TEXTS: Final[_Codec] = (
+    lambda texts: json.dumps(list(texts)),
+    lambda data: tuple(json.loads(data)),
+)
 _VALUES: Final[_Codec] = (lambda values: json.dumps(dict(values)), json.loads)
 _CODECS: Final[Mapping[str, _Codec]] = {
     "job_id": _TEXT,
@@ -90,9 +94,13 @@ _CODECS: Final[Mapping[str, _Codec]] = {
     "watched": _VALUES,
     "early_end": _VALUES,
     "best": _VALUES,
+    "tags": _TEXTS,
+    "notes": _TEXT,
 }
 # Fields that records of earlier releases lack.
-_LATER: Final = frozenset({"decided", "ran_seconds", "watched", "early_end", "best"})
+_LATER: Final = frozenset(
+    {"decided", "ran_seconds", "watched", "early_end", "best", "tags", "notes"}
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,9 @@ class JobRecord:
     # The best checkpoint for people, as `orchestrator_pb.BestCheckpoint` has it; empty: none. The
     # files in the job's directory decide.
     best: Mapping[str, Any] = field(default_factory=dict)
+    # Users' own, to find the job by.
+    tags: Sequence[str] = ()
+    notes: str = ""
     # Newest version of each policy that the orchestrator has seen in the experience store.
     versions: Mapping[str, int] = field(default_factory=dict)
     # Whether the stored record is unreadable; `problem` says why.
@@ -272,6 +283,8 @@ class JobRecord:
             split_hint=split_hint(metrics),
             created_at=timestamp(self.created_at),
             ran_seconds=self.ran_seconds,
+            tags=self.tags,
+            notes=self.notes,
         )
         if self.early_end:
             end = self.early_end
@@ -287,6 +300,43 @@ class JobRecord:
         if self.problem is not None:
             job.problem.CopyFrom(self.problem)
         return job
+
+
+# Bounds of what users may attach to a job.
+MOST_TAGS: Final = 32
+_LONGEST_TAG: Final = 64
+_LONGEST_NOTES: Final = 4_000
+
+
+def check_tags(tags: Sequence[str], field: str = "tags") -> tuple[str, ...]:
+    """Return tags without repetitions, in order. Raises `InvalidArgument`, which names `field`."""
+    for tag in tags:
+        if tag != tag.strip() or not tag.isprintable() or not 0 < len(tag) <= _LONGEST_TAG:
+            raise InvalidArgument(
+                "is not a tag",
+                field=field,
+                value=tag,
+                remedy=f"Use 1 to {_LONGEST_TAG} printable characters, with no space at the ends.",
+            )
+    found = tuple(sorted(set(tags)))
+    if len(found) > MOST_TAGS:
+        raise InvalidArgument(
+            f"{len(found)} tags are more than {MOST_TAGS}",
+            field=field,
+            remedy="Remove some, or write them into the notes.",
+        )
+    return found
+
+
+def check_notes(notes: str) -> str:
+    """Return a job's notes. Raises `InvalidArgument`."""
+    if len(notes) > _LONGEST_NOTES:
+        raise InvalidArgument(
+            f"have {len(notes):,} characters, more than {_LONGEST_NOTES:,}",
+            field="notes",
+            remedy="Shorten them, or keep the text in a file and its name here.",
+        )
+    return notes
 
 
 def scores(values: Mapping[str, float]) -> dict[str, float]:

@@ -19,6 +19,14 @@ _TIMEOUT: Final = 10.0
 INDEX: Final = f"{_PREFIX}:jobs"
 # Set: ids of jobs with published weights on hosts.
 STATES: Final = f"{_PREFIX}:jobs:states"
+
+
+def host_use_rows(rows: int) -> str:
+    """Return the stream with the utilization of all hosts, as `HostUseRow` messages that are means
+    over `rows` measurements."""
+    return f"{_PREFIX}:hosts:{rows}"
+
+
 # Kept separately, so that training does not displace evaluations and matches, and later evaluations
 # do not displace the first one ("before"), with which the newest ones ("after") are compared.
 TRAJECTORY_KINDS: Final = ("train", "evaluate", "match", "before", "after")
@@ -66,6 +74,8 @@ class JobKeys:
     """List: measured values, as `MetricsLogged` messages in the order they were logged."""
     latest = KeyName("latest")
     """Hash: newest value of every metric."""
+    given = KeyName("given")
+    """String: the specification as its author wrote it."""
     resolved = KeyName("resolved")
     """Set: `ResolvedSetting` messages of its workers."""
     profile = KeyName("profile")
@@ -88,6 +98,7 @@ class JobKeys:
             self.events,
             self.rows,
             self.latest,
+            self.given,
             self.resolved,
             self.profile,
             self.population,

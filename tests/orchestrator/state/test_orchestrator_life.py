@@ -35,8 +35,8 @@ async def test_a_submission_that_was_cut_off_is_carried_out_when_it_is_repeated(
 ) -> None:
     create = JobStore.create
 
-    async def cut_off(self: JobStore, record: JobRecord) -> bool:
-        if await create(self, record):
+    async def cut_off(self: JobStore, record: JobRecord, given: str = "") -> bool:
+        if await create(self, record, given):
             raise StateUnavailable("gone for a moment")
         return False
 
@@ -225,3 +225,105 @@ async def test_what_an_ended_job_held_does_not_count_as_load(cluster: Cluster) -
     await release_ended_jobs(shared, "next")
     # A beat that came meanwhile took its place; it does not tell of it either.
     assert stale not in worker.beat.bindings
+
+
+async def test_a_job_keeps_its_file_as_it_was_given_over_a_restart(
+    cluster: Cluster,
+) -> None:
+    text = f"# The baseline.\n{job_yaml()}"
+    request = orchestrator_pb.SubmitJobRequest(
+        request_id=new_id("submit"), spec=job_yaml(), given_spec=text
+    )
+    job_id = (await cluster.api.SubmitJob(request)).job.job_id
+    await cluster.stop_orchestrator()
+    await cluster.start_orchestrator()
+    # A repeated submission does not change it.
+    request.given_spec = "# another"
+    await cluster.api.SubmitJob(request)
+    found = await cluster.api.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
+    assert found.given_spec == text
+    await cluster.wait(job_id)
+    # Without a text of its own, the specification itself is what was given.
+    plain = await cluster.submit(text.replace("baseline", "second"))
+    found = await cluster.api.GetJob(orchestrator_pb.GetJobRequest(job_id=plain))
+    assert found.given_spec.startswith("# The second.")
+    await cluster.wait(plain)
+
+
+async def test_a_resume_with_another_specification_replaces_the_given_one(cluster: Cluster) -> None:
+    job_id = await cluster.submit_paused()
+    text = f"# More steps.\n{job_yaml(pipeline__steps=3)}"
+    await cluster.resume(job_id, text)
+    found = await cluster.api.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
+    assert found.given_spec == text
+    await cluster.wait(job_id)
+
+
+async def test_tags_and_notes_are_set_at_submit_and_changed_in_any_state(cluster: Cluster) -> None:
+    request = orchestrator_pb.SubmitJobRequest(
+        request_id=new_id("submit"), spec=job_yaml(), tags=["b", "a", "b"], notes="first"
+    )
+    job = (await cluster.api.SubmitJob(request)).job
+    assert (list(job.tags), job.notes) == (["a", "b"], "first")
+    await cluster.wait(job.job_id)
+    change = orchestrator_pb.AnnotateJobRequest(
+        request_id=new_id("annotate"), job_id=job.job_id, add_tags=["kept"], remove_tags=["a"]
+    )
+    await cluster.api.AnnotateJob(change)
+    await cluster.stop_orchestrator()
+    await cluster.start_orchestrator()
+    job = await cluster.job(job.job_id)
+    assert (list(job.tags), job.notes) == (["b", "kept"], "first")
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
+    change = orchestrator_pb.AnnotateJobRequest(
+        request_id=new_id("annotate"), job_id=job.job_id, notes=""
+    )
+    assert (await cluster.api.AnnotateJob(change)).job.notes == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("add_tags", {"add_tags": ["a\nb"]}),
+        ("add_tags", {"add_tags": [" a"]}),
+        ("add_tags", {"add_tags": ["x" * 65]}),
+        ("add_tags", {"add_tags": [str(i) for i in range(33)]}),
+        ("notes", {"notes": "x" * 4_001}),
+    ],
+)
+async def test_a_bad_annotation_names_its_field(
+    cluster: Cluster, field: str, change: dict[str, object]
+) -> None:
+    job_id = await cluster.submit(job_yaml())
+    request = orchestrator_pb.AnnotateJobRequest(
+        request_id=new_id("annotate"),
+        job_id=job_id,
+        **change,  # type: ignore[arg-type]
+    )
+    with pytest.raises(InvalidArgument) as caught:
+        await cluster.api.AnnotateJob(request)
+    assert caught.value.field == field
+    assert not (await cluster.job(job_id)).tags
+    await cluster.wait(job_id)
+
+
+async def test_the_cluster_names_the_jobs_of_every_worker_idle_trainers_too(
+    cluster: Cluster,
+) -> None:
+    cluster.rollouts[0].script.seconds = 0.1
+    job_id = await cluster.submit(job_yaml(pipeline__steps=500))
+
+    async def named() -> bool:
+        found = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
+        kinds = {worker.kind for worker in found.workers if list(worker.jobs) == [job_id]}
+        return len(kinds) == 2
+
+    await until(named)
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)
+
+    async def free() -> bool:
+        found = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
+        return not any(worker.jobs for worker in found.workers)
+
+    await until(free)

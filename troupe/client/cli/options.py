@@ -111,6 +111,12 @@ Assignments = Annotated[
     ),
 ]
 
+Tags = Annotated[
+    list[str] | None,
+    typer.Option("--tag", help="A word to find the job by; may be repeated.", show_default=False),
+]
+Notes = Annotated[str, typer.Option(help="Text for people, kept with the job.")]
+
 
 # The type, default and help of each option of commands that start a cluster, by the field of
 # `ClusterSettings` that it sets.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,7 +25,7 @@ from troupe.client.cli.display import (
 )
 from troupe.client.cli.failures import FAILED, Interrupted, Interrupts
 from troupe.client.cli.specification import load_with
-from troupe.client.handle import AsyncJobHandle
+from troupe.client.handle import AsyncJobHandle, given_text
 from troupe.client.program import ProgramJob
 from troupe.client.records import Job, JobState, Result
 from troupe.cluster.daemon import start_detached
@@ -108,6 +108,10 @@ class TrainPlan:
     keep_up: bool
     grace: float
     settings: ClusterSettings
+    # The job's file as it was given; None: the fields that `spec` sets.
+    given: str | None = None
+    tags: Sequence[str] = ()
+    notes: str = ""
 
 
 @options.with_cluster_options(
@@ -132,6 +136,8 @@ def train(
         str | None, typer.Option(metavar="JOB_ID", help="Resume this job instead of a new one.")
     ] = None,
     job_id: Annotated[str | None, typer.Option(help="Id of the new job.")] = None,
+    tags: options.Tags = None,
+    notes: options.Notes = "",
     cluster: options.ClusterAddress = None,
     keep_up: Annotated[
         bool, typer.Option("--keep-up", help="Leave the cluster running afterwards.")
@@ -148,7 +154,7 @@ def train(
         raise InvalidArgument(
             "give either a job file or --resume JOB_ID", field="JOB.yaml", value=job
         )
-    unused = {"--set": assignments, "--job-id": job_id}
+    unused = {"--set": assignments, "--job-id": job_id, "--tag": tags, "--notes": notes}
     for option, value in unused.items():
         if resume is not None and value:
             raise InvalidArgument(
@@ -168,8 +174,19 @@ def train(
         keep_up=keep_up,
         grace=grace,
         settings=(settings() if spec is None else settings_of_job(spec, settings())).resolved(),
+        given=_given(job, spec, assignments or []),
+        tags=tags or (),
+        notes=notes,
     )
     raise typer.Exit(asyncio.run(run(plan, Console())))
+
+
+def _given(path: Path | None, spec: JobSpec | None, assignments: Sequence[str]) -> str | None:
+    """Return the job's file as it was given, with `--set` as a comment; None for a resumed job."""
+    if path is None or spec is None:
+        return None
+    changes = {key: value for key, _, value in (one.partition("=") for one in assignments)}
+    return given_text(path, spec, changes)
 
 
 def refuse_without_servers(spec: JobSpec) -> None:
@@ -255,8 +272,11 @@ class _Training:
 
     async def _submit_or_resume(self) -> AsyncJobHandle:
         client = self._session.client
-        if self._plan.spec is not None:
-            return await client.submit(self._plan.spec, self._plan.job_id)
+        plan = self._plan
+        if plan.spec is not None:
+            return await client.submit(
+                plan.spec, plan.job_id, tags=plan.tags, notes=plan.notes, given=plan.given
+            )
         assert self._plan.resume is not None  # train()
         handle = client.job(self._plan.resume)
         if (await _settled(handle)).state.resumable:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.markup import escape
 
@@ -199,13 +200,14 @@ def list_jobs(
     if not jobs:
         console.print("no jobs")
         return
-    table = make_table(("job", "state", "mode"), ("step", "reward", "age"))
+    table = make_table(("job", "state", "mode", "tags"), ("step", "reward", "age"))
     for job in jobs:
         age = (datetime.now(UTC) - job.created_at).total_seconds() if job.created_at else None
         table.add_row(
             escape(job.id),
             str(job.state),
             job.mode,
+            escape(" ".join(job.tags)),
             f"{job.step}/{job.total_steps}",
             score(job.metrics.get(metric_names.REWARD_MEAN)),
             duration(age),
@@ -234,6 +236,7 @@ def show(
         return
     console = Console()
     print_summary(console, job, checkpoints)
+    _print_annotations(console, job)
     if job.activity:
         console.print(f"{'now':<12} {escape(job.activity)}", highlight=False)
     for policy, version in sorted(job.versions.items()):
@@ -355,6 +358,58 @@ def cancel(
 
 
 @app.command()
+def annotate(
+    job_id: options.JobId,
+    tags: options.Tags = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove-tag", help="Remove this tag; may be repeated.")
+    ] = None,
+    notes: Annotated[
+        str | None, typer.Option(help='Replace the notes; "": remove them.', show_default=False)
+    ] = None,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Change a job's tags and notes, in any of its states."""
+    if tags is None and remove is None and notes is None:
+        raise InvalidArgument("give at least one of --tag, --remove-tag and --notes", field="--tag")
+    job = call(
+        cluster,
+        data_dir,
+        lambda client: client.job(job_id).annotate(
+            add_tags=tags or (), remove_tags=remove or (), notes=notes
+        ),
+    )
+    _print_annotations(Console(), job)
+
+
+def _print_annotations(console: Console, job: Job) -> None:
+    for label, text in (("tags", " ".join(job.tags)), ("notes", job.notes)):
+        if text:
+            console.print(f"{label:<12} {escape(text)}", highlight=False)
+
+
+@app.command()
+def spec(
+    job_id: options.JobId,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="With all defaults filled in, without comments.")
+    ] = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Print a job's file as it was submitted, with its comments."""
+
+    async def fetch(client: AsyncClient) -> str:
+        handle = client.job(job_id)
+        given = "" if resolved else await handle.given_spec()
+        fields = (await handle.info()).spec
+        return given or yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+
+    print(call(cluster, data_dir, fetch).rstrip())
+
+
+@app.command()
 def forget(
     job_id: options.JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
 ) -> None:
@@ -373,7 +428,7 @@ def job_values(job: Job) -> dict[str, Any]:
         if isinstance(item, TroupeError):
             return {"kind": item.kind, "message": str(item)}
         if isinstance(item, tuple):
-            return [dataclasses.asdict(one) for one in item]
+            return [one if isinstance(one, str) else dataclasses.asdict(one) for one in item]
         return item
 
     fields = {f.name: value(getattr(job, f.name)) for f in dataclasses.fields(job)}
