@@ -90,7 +90,12 @@ class SimulatedLearner(Learner):
         self._pass(tokens / self._pace.backward_tokens_per_second, stop)
         self._note("train", began, tokens)
 
-    def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
+    def apply(
+        self,
+        version: int,
+        stop: threading.Event | None = None,
+        rates: Mapping[str, float] | None = None,
+    ) -> Applied:
         """Wait for the simulated time of an optimizer step, and make the next version's weights."""
         began = time.time()
         metrics = self._summary.metrics(version)

@@ -153,13 +153,26 @@ async def pause_job(
 
 @router.post("/{job_id}/resume", openapi_extra=specification_body(required=False))
 async def resume_job(
-    request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
+    request: Request,
+    job_id: JobId,
+    changes: Annotated[
+        list[str] | None,
+        Query(
+            alias="set",
+            description="`KEY.PATH=VALUE`: another value (YAML) of a field; may be repeated.",
+        ),
+    ] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> views.JobView:
-    """Continue from the last committed step, with the specification in the body if there is one."""
+    """Continue from the last committed step, with the specification in the body if there is one,
+    and with other values of its fields (`set`)."""
     spec = await read_specification(request)
     reply = await upstream(request).stub.ResumeJob(
         orchestrator_pb.ResumeJobRequest(
-            request_id=idempotency_key or new_id("panel"), job_id=job_id, spec=spec
+            request_id=idempotency_key or new_id("panel"),
+            job_id=job_id,
+            spec=spec,
+            overrides=dict(map(_assignment, changes or [])),
         )
     )
     return views.job(reply.job)
@@ -370,6 +383,19 @@ async def generate(
         output_ids=list(result.output_ids),
         version=result.versions[-1].version if result.versions else None,
     )
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    """Return path and value of `KEY.PATH=VALUE`. Raises `InvalidArgument`."""
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        raise InvalidArgument(
+            "is not of the form KEY.PATH=VALUE",
+            field="set",
+            value=text,
+            remedy="Write for example `?set=pipeline.steps=60`.",
+        )
+    return path.strip(), value
 
 
 async def read_specification(request: Request) -> str:

@@ -56,6 +56,23 @@ class IntervalView(View):
     high: float
 
 
+class FieldChangeView(View):
+    """The values of a field before and after a change, as JSON; empty: there is none."""
+
+    field: str
+    old: str
+    new: str
+
+
+class JobChangeView(View):
+    """What a resume changed of a job's specification."""
+
+    at: str
+    step: int
+    """Steps that were done: the first step under the change is the next one."""
+    fields: list[FieldChangeView]
+
+
 class JobView(View):
     """A training job."""
 
@@ -106,6 +123,8 @@ class JobView(View):
     """Users' own words to find the job by, in order."""
     notes: str
     """Users' own text about the job."""
+    history: list[JobChangeView]
+    """What was changed when it was resumed, oldest first."""
     spec: str
     """The specification as JSON, defaults filled in."""
 

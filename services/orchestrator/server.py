@@ -122,7 +122,9 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
         self, request: orchestrator_pb.ResumeJobRequest, context: Any
     ) -> orchestrator_pb.ResumeJobResponse:
         _check_id(request)
-        record = await self._at.jobs.resume(request.job_id, request.spec, request.given_spec)
+        record = await self._at.jobs.resume(
+            request.job_id, request.spec, dict(request.overrides), request.given_spec
+        )
         return orchestrator_pb.ResumeJobResponse(job=await self._view(record))
 
     async def CancelJob(

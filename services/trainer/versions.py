@@ -622,7 +622,8 @@ class Versions:
         self.durability.recomputed(len(recovery.commits), time.perf_counter() - began)
 
     def _step_again(self, commit: store_pb.StepCommit) -> None:
-        """Make one committed step from its rows, in the order in which they were accumulated."""
+        """Make one committed step from its rows, in the order in which they were accumulated, and
+        at the learning rates that it had: a resumed job's may be others."""
         learner, version = self.learner, commit.weights.version
         learner.discard()
         for samples in self.durability.rows.read(version):
@@ -633,7 +634,7 @@ class Versions:
         with self.randomness.drawing():
             learner.complete()
         with self.randomness.drawing():
-            outcome = learner.apply(version - 1)
+            outcome = learner.apply(version - 1, None, dict(commit.metrics))
         if not outcome.applied or outcome.digest != commit.samples_digest:
             raise self._not_reproduced(version, commit.weights.checksum)
         self.randomness.commit()

@@ -42,6 +42,17 @@ def test_listing_and_showing(run: Run, cluster: Stage) -> None:
 def test_steering(run: Run, cluster: Stage) -> None:
     assert run("jobs", "pause", "mine") == (0, "mine is paused\n", "")
     assert run("jobs", "resume", "mine") == (0, "mine is submitted\n", "")
+    assert run("jobs", "pause", "mine")[0] == 0
+    cluster.fake.jobs["mine"].history.add(step=2).fields.add(
+        field="pipeline.steps", old="3", new="6"
+    )
+    changes = ("--set", "pipeline.steps=6", "--set", "policies.solver.optimizer={lr: 0.1}")
+    assert run("jobs", "resume", "mine", *changes)[0] == 0
+    assert dict(cluster.fake.requests("ResumeJob")[-1].overrides) == {
+        "pipeline.steps": "6",
+        "policies.solver.optimizer": '{"lr": 0.1}',
+    }
+    assert "changed      after step 2: pipeline.steps: 3 -> 6" in run("jobs", "show", "mine")[1]
     assert run("jobs", "cancel", "mine", "--reason", "enough") == (0, "mine is cancelled\n", "")
     status, _, err = run("jobs", "pause", "mine")
     assert (status, err) == (1, "error: job_id = mine: the job is cancelled.\n")
@@ -140,12 +151,8 @@ def test_an_export_that_fails_leaves_nothing_in_the_way(
         (("frobnicate",), 2, r"No such command 'frobnicate'"),
         (("jobs", "list", "--state", "happy"), 2, r"Invalid value for '--state'"),
         (("train",), 2, r"JOB\.yaml: give either a job file or --resume"),
-        (
-            ("train", "--resume", "j", "--set", "a=1"),
-            2,
-            r"--set = a=1: applies to a new job.*--spec",
-        ),
         (("train", "--resume", "j", "--tag", "k"), 2, r"--tag = k: applies to a new job"),
+        (("jobs", "resume", "mine", "--set", "a"), 2, r"--set = 'a': is not of the form key\.path"),
         (("train", "--resume", "j", "--job-id", "k"), 2, r"--job-id = k: applies to a new job"),
         (("export", "mine", "/tmp/x", "--base", "b"), 2, r"--base = b: needs --merged"),
         (("train", "nowhere.yaml"), 2, r"nowhere\.yaml: cannot be read.*Check the path"),

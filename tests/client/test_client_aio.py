@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
@@ -233,6 +234,14 @@ async def test_steering(client: AsyncClient, fake: FakeOrchestrator, job_yaml: s
 
     assert (await job.pause()).state == JobState.PAUSED
     assert (await job.resume()).state == JobState.SUBMITTED
+    await fake.move(job.id, *RUN)
+    await job.pause()
+    fake.jobs[job.id].history.add(step=2).fields.add(field="pipeline.steps", old="2", new="6")
+    overrides = {"pipeline.steps": 6, "policies.solver.optimizer": {"lr": 1e-6}}
+    [change] = (await job.resume(overrides=overrides)).history
+    assert str(change) == "after step 2: pipeline.steps: 2 -> 6"
+    sent = fake.requests("ResumeJob")[1].overrides
+    assert {path: json.loads(value) for path, value in sent.items()} == overrides
     assert (await job.cancel("enough")).state == JobState.CANCELLED
     assert fake.requests("CancelJob")[0].reason == "enough"
     with pytest.raises(JobCancelled, match="troupe jobs resume"):

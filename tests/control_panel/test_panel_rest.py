@@ -31,6 +31,20 @@ async def test_a_job_is_submitted_and_steered(panel: Panel) -> None:
     await panel.http.post(f"/api/jobs/{job_id}/pause")
     await panel.http.post(f"/api/jobs/{job_id}/resume", content=SPEC, headers=YAML)
     assert panel.orchestrator.requests("ResumeJob")[1].spec == SPEC
+    await panel.http.post(f"/api/jobs/{job_id}/pause")
+    changed = {"set": ["pipeline.steps=60", "agents.solver.sampling={temperature: 0.7}"]}
+    bad = await panel.http.post(f"/api/jobs/{job_id}/resume", params={"set": "steps"})
+    assert (bad.status_code, bad.json()["field"]) == (422, "set")
+    await panel.http.post(f"/api/jobs/{job_id}/resume", params=changed)
+    assert dict(panel.orchestrator.requests("ResumeJob")[2].overrides) == {
+        "pipeline.steps": "60",
+        "agents.solver.sampling": "{temperature: 0.7}",
+    }
+    change = panel.orchestrator.jobs[job_id].history.add(step=20)
+    change.fields.add(field="pipeline.steps", old="20", new="60")
+    [shown] = (await panel.http.get(f"/api/jobs/{job_id}")).json()["history"]
+    assert shown["step"] == 20
+    assert shown["fields"] == [{"field": "pipeline.steps", "old": "20", "new": "60"}]
     cancelled = await panel.http.post(f"/api/jobs/{job_id}/cancel?reason=enough")
     assert cancelled.json()["state"] == "cancelled"
     newer = await panel.submit()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.cluster import job_yaml
 from troupe.job import JobSpec, parse_job
-from troupe.job.compatibility import CHANGEABLE, differences, incompatible
+from troupe.job.compatibility import CHANGEABLE, differences, incompatible, reason
 
 FUNCTION = {"entrypoint": "examples.nowhere:reward"}
 
@@ -28,6 +28,8 @@ def test_nothing_differs_from_itself() -> None:
     [
         ("pipeline__steps", 9),
         ("pipeline__micro_batch_samples", 3),
+        ("policies__solver__optimizer", {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 3}),
+        ("agents__solver__sampling", {"temperature": 0.5, "top_p": 0.9, "top_k": 40}),
         ("limits__step_seconds", 17),
         ("evaluation__queries", 4),
         ("checkpoint__every", 2),
@@ -59,7 +61,11 @@ def test_these_fields_may_change_when_a_job_is_resumed(path: str, value: object)
         ("algorithm__clip_low", 0.1, "algorithm.clip_low"),
         ("policies__solver__optimizer", {"betas": [0.8, 0.9]}, "policies.solver.optimizer.betas"),
         ("policies__solver__trainable", False, "policies.solver.trainable"),
-        ("agents__solver__sampling", {"temperature": 0.5}, "agents.solver.sampling.temperature"),
+        (
+            "agents__solver__sampling",
+            {"stop": ["."]},
+            "agents.solver.sampling.stop",
+        ),
         ("rewards", {"exact": FUNCTION | {"version": "2"}}, "rewards.exact.version"),
         ("rewards", {}, "rewards.exact"),
     ],
@@ -69,6 +75,22 @@ def test_fields_that_define_the_job_may_not_change(path: str, value: object, nam
     assert [one.path for one in found] == [named]
     assert str(found[0]).startswith(f"{named}: ")
     assert " -> " in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("seed", "randomness"),
+        ("tasks.args.size", "must not repeat"),
+        ("policies.solver.optimizer.betas", "computed again"),
+        ("policies.solver.model.path", "belong to this model"),
+        ("policies.third", "would not fit together"),
+        ("pipeline.mode", "which samples are in a step"),
+        ("rewards.exact.version", "differ in meaning"),
+    ],
+)
+def test_a_field_that_may_not_change_has_a_reason(path: str, why: str) -> None:
+    assert why in reason(path)
 
 
 def test_steps_that_are_done_cannot_be_undone() -> None:

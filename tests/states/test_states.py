@@ -129,7 +129,7 @@ def test_every_job_can_still_end() -> None:
         assert reachable(states.JOB, state) & ends
 
 
-def test_every_end_of_a_job_can_be_resumed() -> None:
+def test_a_job_that_is_paused_or_has_ended_only_begins_again() -> None:
     for state in (
         common_pb.JOB_STATE_SUCCEEDED,
         common_pb.JOB_STATE_FAILED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +186,12 @@ class Cluster:
         assert job.step == 1
         return job_id
 
-    async def resume(self, job_id: str, spec: str = "") -> orchestrator_pb.Job:
+    async def resume(
+        self, job_id: str, spec: str = "", overrides: Mapping[str, str] | None = None
+    ) -> orchestrator_pb.Job:
         """Resume."""
         request = orchestrator_pb.ResumeJobRequest(
-            request_id=new_id("resume"), job_id=job_id, spec=spec
+            request_id=new_id("resume"), job_id=job_id, spec=spec, overrides=overrides
         )
         return (await self.api.ResumeJob(request)).job
 

@@ -182,7 +182,8 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the test broke the stream")
                 yield log[at]
                 at, sent = at + 1, sent + 1
-            if states.is_terminal(states.JOB, job.state) or job.state in (
+            if job.state in (
+                S.JOB_STATE_SUCCEEDED,
                 S.JOB_STATE_FAILED,
                 S.JOB_STATE_CANCELLED,
             ):

@@ -133,11 +133,15 @@ class AsyncJobHandle:
         request = orchestrator_pb.PauseJobRequest(request_id=new_id("pause"), job_id=self.id)
         return Job.of((await self._stub.PauseJob(request)).job)
 
-    async def resume(self, spec: Spec | None = None) -> Job:
-        """Continue a paused, failed or cancelled job from its last committed step.
+    async def resume(
+        self, spec: Spec | None = None, overrides: Mapping[str, Any] | None = None
+    ) -> Job:
+        """Continue a job that is paused or has ended from its last committed step.
 
-        `spec` replaces the specification. It must describe the same job (with more steps, other
-        limits, ...); otherwise `FailedPrecondition` names the differences.
+        `spec` replaces the specification, and `overrides` has other values by path:
+        `{"pipeline.steps": 60}`. The result must describe the same job (with more steps, another
+        learning rate, other limits, ...); otherwise `FailedPrecondition` names the differences. A
+        job that has succeeded needs more steps. `Job.history` has every change.
         """
         read = None if spec is None else read_spec(spec)
         job = None if read is None else await with_code(self._reward, read)
@@ -146,6 +150,7 @@ class AsyncJobHandle:
             job_id=self.id,
             spec="" if job is None else job.model_dump_json(),
             given_spec="" if spec is None or read is None else given_text(spec, read),
+            overrides={path: json.dumps(value) for path, value in (overrides or {}).items()},
         )
         return Job.of((await self._stub.ResumeJob(request)).job)
 

@@ -49,11 +49,8 @@ class JobState(StrEnum):
 
     @property
     def resumable(self) -> bool:
-        """Whether the job can be resumed as it is; one that has succeeded goes on only under
-        another specification."""
-        return self != JobState.SUCCEEDED and states.allowed(
-            states.JOB, self.number, common_pb.JOB_STATE_SUBMITTED
-        )
+        """Whether the job can be resumed; one that has succeeded needs more steps."""
+        return states.allowed(states.JOB, self.number, common_pb.JOB_STATE_SUBMITTED)
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,31 @@ class ResolvedSetting(Record):
     value: str
     # Where the value comes from: "given", "checkpoint", or the class of the device.
     source: str
+
+
+@dataclass(frozen=True)
+class FieldChange(Record):
+    """The values of a field before and after a change, as JSON; empty: there is none."""
+
+    field: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.old or 'none'} -> {self.new or 'none'}"
+
+
+@dataclass(frozen=True)
+class JobChange(Record):
+    """What a resume changed of a job's specification."""
+
+    at: datetime
+    # Steps that were done: the first step under the change is the next one.
+    step: int
+    fields: tuple[FieldChange, ...]
+
+    def __str__(self) -> str:
+        return f"after step {self.step}: " + "; ".join(map(str, self.fields))
 
 
 @dataclass(frozen=True)
@@ -139,6 +161,8 @@ class Job(Record, id_from="job_id"):
     """Users' own words to find the job by, in order."""
     notes: str = ""
     """Users' own text about the job."""
+    history: tuple[JobChange, ...] = ()
+    """What was changed when it was resumed, oldest first."""
     spec_json: str = field(repr=False, default="")
 
     @property

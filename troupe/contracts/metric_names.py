@@ -27,6 +27,10 @@ ENTROPY: Final = "entropy"
 
 GRAD_NORM: Final = "grad_norm"
 
+LEARNING_RATE: Final = "lr"
+
+CRITIC_LEARNING_RATE: Final = "critic/lr"
+
 KL: Final = "kl"
 """The KL divergence from the reference policy."""
 

@@ -1,8 +1,9 @@
 """Comparison of job specifications: whether a job may be resumed under a changed one; and settings
 without effect.
 
-A resumed job may change the length and speed of training, evaluations and logging (`CHANGEABLE`),
-but not what it learns.
+A resumed job may change its length and speed, learning rates, how its agents sample, evaluations
+and logging (`CHANGEABLE`), from the first step that is not done; but not what it learns from and
+towards (`_REASONS`).
 """
 
 from __future__ import annotations
@@ -132,9 +133,18 @@ CHANGEABLE: Final = (
     "pipeline.micro_batch_samples",
     "pipeline.micro_batch_tokens",
     "pipeline.balance_tokens",
+    "agents.*.sampling.temperature",
+    "agents.*.sampling.top_p",
+    "agents.*.sampling.top_k",
     "policies.*.alpha",
     "policies.*.engine",
     "policies.*.trainer",
+    # A commit records the rate of its step, so that a step that is computed again after a crash has
+    # the rate that it had.
+    "policies.*.optimizer.lr",
+    "policies.*.optimizer.schedule",
+    "policies.*.optimizer.warmup_steps",
+    "policies.*.optimizer.final_lr_fraction",
     *(f"{section}.*.{cost}" for section in ("rewards", "tools") for cost in _CHANGEABLE_COSTS),
     "population.stop",
     "population.engine",
@@ -146,6 +156,22 @@ CHANGEABLE: Final = (
     "stop",
     "logging",
 )
+# Why other fields may not, by pattern; the first that fits.
+_REASONS: Final = (
+    ("pipeline.steps", "so many steps are done"),
+    ("seed", "the order of tasks and all randomness follow from it"),
+    ("tasks", "steps have taken tasks in its order, and the next ones must not repeat them"),
+    ("curriculum", "the success rates that it has measured choose the next tasks"),
+    ("policies.*.model", "the trained weights belong to this model"),
+    ("policies.*.network", "the trained weights belong to this network"),
+    ("policies.*.lora", "the trained weights belong to this adapter"),
+    ("policies.*.init_from", "the policy has begun from it"),
+    ("policies.*.optimizer", "a step that is computed again after a crash would differ"),
+    ("policies", "the policies' weights and versions would not fit together"),
+    ("pipeline", "it decides which samples are in a step, also in those that are open"),
+    ("algorithm", "its optimizer's state, and a step that is computed again, belong to this loss"),
+)
+_ANY_REASON: Final = "samples before and after the change would differ in meaning"
 _ABSENT: Final = object()
 
 
@@ -180,12 +206,20 @@ def incompatible(old: JobSpec, new: JobSpec, *, steps_done: int) -> list[Differe
     ]
 
 
+def reason(path: str) -> str:
+    """Return why a field of a job may not change when the job is resumed."""
+    return next((why for pattern, why in _REASONS if _covers(pattern, path)), _ANY_REASON)
+
+
 def _changeable(path: str) -> bool:
-    parts = path.split(".")
-    return any(
-        len(parts) >= len(wanted := pattern.split("."))
-        and all(fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=False))
-        for pattern in CHANGEABLE
+    return any(_covers(pattern, path) for pattern in CHANGEABLE)
+
+
+def _covers(pattern: str, path: str) -> bool:
+    """Return whether `path` is a field that `pattern` names, or below it."""
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) >= len(wanted) and all(
+        fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=False)
     )
 
 

@@ -174,14 +174,34 @@ def load_text(path: str | Path) -> str:
         raise _unreadable(error) from error
 
 
-def parse_job(text: str, source: str = "the job") -> JobSpec:
-    """Validate YAML (or JSON) text; `source` is its name in errors. Raises `JobSpecError`."""
-    return job_of(read_mapping(text, source))
+def parse_job(
+    text: str, source: str = "the job", overrides: Mapping[str, str] | None = None
+) -> JobSpec:
+    """Validate YAML (or JSON) text; `source` is its name in errors. `overrides`: other values by
+    path, as YAML. Raises `JobSpecError`."""
+    raw = read_mapping(text, source)
+    return job_of(with_overrides(raw, _values(overrides)) if overrides else raw)
 
 
-async def parse_job_in_thread(text: str, source: str = "the job") -> JobSpec:
+async def parse_job_in_thread(
+    text: str, source: str = "the job", overrides: Mapping[str, str] | None = None
+) -> JobSpec:
     """Call `parse_job` in a thread, one text at a time, while the event loop continues."""
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, parse_job, text, source)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_PARSER, parse_job, text, source, overrides)
+
+
+def _values(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Parse the values of overrides. Raises `JobSpecError` that names the field."""
+    found = {}
+    for path, text in overrides.items():
+        try:
+            found[path] = read_text(text, path)
+        except UnreadableText as error:
+            message = f"its value is not YAML ({error.problem})"
+            problem = FieldProblem(path, _cut(repr(text)), message, error.remedy)
+            raise JobSpecError([problem]) from error
+    return found
 
 
 def read_mapping(text: str, source: str = "the job") -> dict[str, Any]:

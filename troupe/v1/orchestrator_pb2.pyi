@@ -335,6 +335,7 @@ class Job(_message.Message):
     SPLIT_HINT_FIELD_NUMBER: _builtins.int
     BEFORE_INTERVALS_FIELD_NUMBER: _builtins.int
     AFTER_INTERVALS_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     EARLY_END_FIELD_NUMBER: _builtins.int
@@ -394,6 +395,10 @@ class Job(_message.Message):
     @_builtins.property
     def after_intervals(self) -> _containers.MessageMap[_builtins.str, Global___ScoreInterval]: ...
     @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobChange]:
+        """What was changed when it was resumed, oldest first."""
+
+    @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Users' own, which change nothing in how it runs: short words to find it by, in order, and text."""
 
@@ -429,6 +434,7 @@ class Job(_message.Message):
         split_hint: _builtins.str = ...,
         before_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
         after_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
+        history: _abc.Iterable[Global___JobChange] | None = ...,
         tags: _abc.Iterable[_builtins.str] | None = ...,
         notes: _builtins.str = ...,
         early_end: Global___EarlyEnd | None = ...,
@@ -437,7 +443,7 @@ class Job(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "best", b"best", "created_at", b"created_at", "early_end", b"early_end", "ended_at", b"ended_at", "problem", b"problem", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "activity", b"activity", "after", b"after", "after_intervals", b"after_intervals", "before", b"before", "before_intervals", b"before_intervals", "best", b"best", "created_at", b"created_at", "directory", b"directory", "early_end", b"early_end", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "notes", b"notes", "problem", b"problem", "ran_seconds", b"ran_seconds", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "tags", b"tags", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "activity", b"activity", "after", b"after", "after_intervals", b"after_intervals", "before", b"before", "before_intervals", b"before_intervals", "best", b"best", "created_at", b"created_at", "directory", b"directory", "early_end", b"early_end", "ended_at", b"ended_at", "history", b"history", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "notes", b"notes", "problem", b"problem", "ran_seconds", b"ran_seconds", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "tags", b"tags", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best: _TypeAlias = _typing.Literal["best"]  # noqa: Y015
     _WhichOneofArgType__best: _TypeAlias = _typing.Literal["_best", b"_best"]  # noqa: Y015
@@ -537,6 +543,83 @@ class BestCheckpoint(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BestCheckpoint: _TypeAlias = BestCheckpoint  # noqa: Y015
+
+@_typing.final
+class JobChange(_message.Message):
+    """What a resume changed of a job's specification."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Steps that were done: the first step under the change is the next one."""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldChange]: ...
+    def __init__(
+        self,
+        *,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        step: _builtins.int = ...,
+        fields: _abc.Iterable[Global___FieldChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "fields", b"fields", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobChange: _TypeAlias = JobChange  # noqa: Y015
+
+@_typing.final
+class FieldChange(_message.Message):
+    """The values of a field before and after a change, as JSON; empty: there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    OLD_FIELD_NUMBER: _builtins.int
+    NEW_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    old: _builtins.str
+    new: _builtins.str
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        old: _builtins.str = ...,
+        new: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "new", b"new", "old", b"old"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FieldChange: _TypeAlias = FieldChange  # noqa: Y015
+
+@_typing.final
+class JobHistory(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobChange]: ...
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___JobChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobHistory: _TypeAlias = JobHistory  # noqa: Y015
 
 @_typing.final
 class ScoreInterval(_message.Message):
@@ -978,9 +1061,30 @@ Global___PauseJobResponse: _TypeAlias = PauseJobResponse  # noqa: Y015
 class ResumeJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class OverridesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
     GIVEN_SPEC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
@@ -990,17 +1094,24 @@ class ResumeJobRequest(_message.Message):
     """
     given_spec: _builtins.str
     """The text that `spec` was made of, for people. Empty: `spec` itself."""
+    @_builtins.property
+    def overrides(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Other values by path, as YAML or JSON: {"pipeline.steps": "60"}. They change `spec`, or else the
+        job's specification.
+        """
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         job_id: _builtins.str = ...,
         spec: _builtins.str = ...,
+        overrides: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         given_spec: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_spec", b"given_spec", "job_id", b"job_id", "request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_spec", b"given_spec", "job_id", b"job_id", "overrides", b"overrides", "request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

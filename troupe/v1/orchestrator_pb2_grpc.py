@@ -227,7 +227,8 @@ class OrchestratorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeJob(self, request, context):
-        """Continues a paused job, or one that failed or was cancelled, from its last committed step.
+        """Continues a paused job, or one that failed or was cancelled, from its last committed step; and
+        one that succeeded, if it gets more steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

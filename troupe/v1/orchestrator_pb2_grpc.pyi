@@ -39,7 +39,9 @@ class OrchestratorStub:
     """Replays the job's event log from `after`, then follows it until the job ends."""
     PauseJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.PauseJobRequest, _orchestrator_pb2.PauseJobResponse]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeJobRequest, _orchestrator_pb2.ResumeJobResponse]
-    """Continues a paused job, or one that failed or was cancelled, from its last committed step."""
+    """Continues a paused job, or one that failed or was cancelled, from its last committed step; and
+    one that succeeded, if it gets more steps.
+    """
     CancelJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]
     AnnotateJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.AnnotateJobRequest, _orchestrator_pb2.AnnotateJobResponse]
     """Changes a job's tags and notes, in any of its states."""
@@ -101,7 +103,9 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """Replays the job's event log from `after`, then follows it until the job ends."""
     PauseJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.PauseJobRequest, _orchestrator_pb2.PauseJobResponse]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeJobRequest, _orchestrator_pb2.ResumeJobResponse]  # type: ignore[assignment]
-    """Continues a paused job, or one that failed or was cancelled, from its last committed step."""
+    """Continues a paused job, or one that failed or was cancelled, from its last committed step; and
+    one that succeeded, if it gets more steps.
+    """
     CancelJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]  # type: ignore[assignment]
     AnnotateJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.AnnotateJobRequest, _orchestrator_pb2.AnnotateJobResponse]  # type: ignore[assignment]
     """Changes a job's tags and notes, in any of its states."""
@@ -196,7 +200,9 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.ResumeJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ResumeJobResponse, _abc.Awaitable[_orchestrator_pb2.ResumeJobResponse]]:
-        """Continues a paused job, or one that failed or was cancelled, from its last committed step."""
+        """Continues a paused job, or one that failed or was cancelled, from its last committed step; and
+        one that succeeded, if it gets more steps.
+        """
 
     @_abc_1.abstractmethod
     def CancelJob(

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -25,7 +25,7 @@ from services.orchestrator.state.job_store import Superseded, same_submission
 from services.orchestrator.state.records import JobRecord, check_notes, check_tags
 from services.orchestrator.state.redis import NO_STATE
 from troupe.job import JobSpec, JobSpecError, parse_job_in_thread
-from troupe.job.compatibility import Difference, differences, incompatible
+from troupe.job.compatibility import Difference, differences, incompatible, reason
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
@@ -41,6 +41,7 @@ _LONGEST_LIST: Final = 2000
 _RETRY_SECONDS: Final = 2.0
 _RESUMABLE: Final = (
     common_pb.JOB_STATE_PAUSED,
+    common_pb.JOB_STATE_SUCCEEDED,
     common_pb.JOB_STATE_FAILED,
     common_pb.JOB_STATE_CANCELLED,
 )
@@ -148,22 +149,33 @@ class Jobs:
                 self.launch(job_id)
             return record
 
-    async def resume(self, job_id: str, text: str = "", given: str = "") -> JobRecord:
-        """Continue a paused, failed or cancelled job, or one that ended early, from its last
-        committed step, with the specification `text` if given.
+    async def resume(
+        self,
+        job_id: str,
+        text: str = "",
+        overrides: Mapping[str, str] | None = None,
+        given: str = "",
+    ) -> JobRecord:
+        """Continue a job that is paused or has ended from its last committed step, with the
+        specification `text` if given, and with `overrides`: values (YAML) by path. `given`: the
+        text that `text` was made of, for people.
 
-        Raises `FailedPrecondition` naming every difference that would make it another job, and
-        `InvalidArgument` naming every fault of the specification.
+        The change is stored with the move of the state, so that an orchestrator that dies after it
+        goes on under the changed specification. Raises `FailedPrecondition` naming every difference
+        that would make it another job, or of kind "nothing_left" for a job that has done all of its
+        steps; and `InvalidArgument` naming every fault of the specification.
         """
-        spec = await _parse(text) if text.strip() else None
+        spec = await _parse(text, overrides) if text.strip() else None
         _check_given(given)
         await self._shared.store.require_keeping()
         async with self.lock(job_id):
             record = await self._readable_record(job_id)
-            if spec is not None:
-                _check_viewable(replace(record, spec_json=spec.model_dump_json()))
+            if spec is None and overrides:
+                spec = await _parse(record.spec_json, overrides)
             changes = [] if spec is None else check_compatible(record, spec)
+            renewed = record if spec is None else record.resumed_with(spec, changes)
             if spec is not None:
+                _check_viewable(renewed)
                 await self._hold_code(job_id, spec)
             if record.state in _RUNS:
                 if changes:
@@ -176,22 +188,24 @@ class Jobs:
                     )
                 self._launch_if_left(record)
                 return record
+            _check_something_left(record, spec or record.spec())
             self._check_turns(job_id, spec or record.spec())
             if record.state == common_pb.JOB_STATE_SUCCEEDED and record.early_end:
                 check_goes_on(record, spec or record.spec())
             record = await self._shared.store.move(
                 job_id,
                 common_pb.JOB_STATE_SUBMITTED,
-                sources=(*_RESUMABLE, record.state) if record.early_end else _RESUMABLE,
-                spec_json=spec.model_dump_json() if spec is not None and changes else None,
+                sources=_RESUMABLE,
+                renewed=renewed if changes else None,
             )
             if changes:
-                await self._shared.store.note_given(job_id, given or text)
-                text = "; ".join(map(str, changes))
+                if text.strip():
+                    await self._shared.store.note_given(job_id, given or text)
+                listed = "; ".join(map(str, changes))
                 await self._shared.log.notice(
                     job_id,
                     orchestrator_pb.Notice.SEVERITY_INFO,
-                    f"continues with another specification: {text}",
+                    f"continues after step {record.step} with another specification: {listed}",
                 )
             await self._last_runner_done(job_id)
             await self._guard.clear(job_id)
@@ -425,11 +439,37 @@ def _check_viewable(record: JobRecord) -> None:
         ) from error
 
 
-async def _parse(text: str) -> JobSpec:
+async def _parse(text: str, overrides: Mapping[str, str] | None = None) -> JobSpec:
     try:
-        return await parse_job_in_thread(text)
+        return await parse_job_in_thread(text, overrides=overrides)
     except JobSpecError as error:
         raise _explain(error) from error
+
+
+def _check_something_left(record: JobRecord, spec: JobSpec) -> None:
+    """Raise `FailedPrecondition` for a job that has succeeded and would do nothing under `spec`, or
+    could not continue exactly."""
+    if record.state != common_pb.JOB_STATE_SUCCEEDED:
+        return
+    if spec.pipeline.max_uses > 1:
+        raise FailedPrecondition(
+            f"job {record.job_id} has succeeded, and its rows for reuse are gone: it cannot go on "
+            "as if it had not ended",
+            kind="rows_gone",
+            field="pipeline.max_uses",
+            value=spec.pipeline.max_uses,
+            remedy=f"Submit a new job whose policies have `init_from: {record.job_id}`.",
+        )
+    grows = spec.population is not None and spec.population != record.spec().population
+    if spec.pipeline.steps <= record.step and not grows:
+        raise FailedPrecondition(
+            f"job {record.job_id} has done all of its {record.step} steps",
+            kind="nothing_left",
+            field="pipeline.steps",
+            value=spec.pipeline.steps,
+            remedy=f"Give it more: troupe jobs resume {record.job_id} --set "
+            f"pipeline.steps={2 * max(record.step, 1)}.",
+        )
 
 
 def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
@@ -439,11 +479,12 @@ def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
     if bad := incompatible(old, spec, steps_done=record.step):
         raise FailedPrecondition(
             f"this is not the specification of the same job ({record.step} steps are done): "
-            + "; ".join(map(str, bad)),
+            + "; ".join(f"{one} ({reason(one.path)})" for one in bad),
             kind="spec_incompatible",
             field=bad[0].path,
             value=bad[0].new,
-            remedy="Undo these changes, or submit it as a new job.",
+            remedy="Undo these changes, or submit a new job whose policies have "
+            f"`init_from: {record.job_id}`. docs/going-on.md lists what may change.",
         )
     return differences(old, spec)
 

@@ -230,7 +230,9 @@ class JobRunner:
         for trouble in await self._sinks.open(self._past):
             await job.warn(trouble)
         await shared.workers.wait_for(_BOTH, self._settings_deadline("workers"))
-        await release_ended_jobs(shared, self._job_id)
+        # Engines of a job that had succeeded may still be up, under its earlier specification.
+        anew = self._record.state == common_pb.JOB_STATE_SUBMITTED
+        await release_ended_jobs(shared, self._job_id, self_too=anew)
         job = self._job = await settled(job, self._record)
         job.show("declaring tables")
         tables = store_pb.CreateTablesRequest(

@@ -53,7 +53,7 @@ _ROW: Final = re.compile(r"[1-9][0-9]{0,17}")
 _SCORE: Final = re.compile(r"[0-9]{1,20}\.[0-9]{1,20}")
 # Remedies for a move that a job's state forbids, by the target of the move.
 _REMEDIES = {
-    common_pb.JOB_STATE_SUBMITTED: "Only a paused, failed or cancelled job can go on.",
+    common_pb.JOB_STATE_SUBMITTED: "Only a job that is paused or has ended can go on.",
     common_pb.JOB_STATE_PAUSING: "Only a job that is starting or running can be paused.",
     common_pb.JOB_STATE_CANCELLING: "It has ended, so there is nothing to cancel.",
 }
@@ -292,12 +292,13 @@ class JobStore:
         epoch: int | None = None,
         problem: common_pb.Problem | None = None,
         sources: Sequence[common_pb.JobState.ValueType] | None = None,
-        spec_json: str | None = None,
+        renewed: JobRecord | None = None,
     ) -> JobRecord:
         """Move the job's state and log the move, atomically. Changes nothing if the state is
         already `target`.
 
-        The move also sets the specification to `spec_json`, if given. A runner passes its `epoch`.
+        The move also sets specification and history to those of `renewed`, if given. A runner
+        passes its `epoch`.
         `sources` restricts the states from which the table allows the move. Raises
         `FailedPrecondition` for a move that is not allowed, `Superseded`, `NotFound`.
         """
@@ -320,7 +321,7 @@ class JobStore:
                 _event(state=change),
                 LOG_CAP,
                 *self._fields_of(target, problem),
-                *(() if spec_json is None else ("spec_json", spec_json)),
+                *(part for pair in (renewed.renewed.items() if renewed else ()) for part in pair),
             ],
         )
         await self._raise_if_superseded(job_id, outcome)

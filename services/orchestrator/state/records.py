@@ -4,6 +4,7 @@ users."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from troupe.contracts.metric_names import (
 )
 from troupe.job import JobSpec
 from troupe.job.automatic import with_values
+from troupe.job.compatibility import Difference
 from troupe.job.loading import explained
 from troupe.job.spec import policy_of
 from troupe.rpc import FailedPrecondition, InvalidArgument
@@ -72,6 +74,10 @@ _TEXTS: Final[_Codec] = (
     lambda data: tuple(json.loads(data)),
 )
 _VALUES: Final[_Codec] = (lambda values: json.dumps(dict(values)), json.loads)
+_HISTORY: Final[_Codec] = (
+    lambda changes: orchestrator_pb.JobHistory(changes=changes).SerializeToString(),
+    lambda data: tuple(orchestrator_pb.JobHistory.FromString(data).changes),
+)
 _CODECS: Final[Mapping[str, _Codec]] = {
     "job_id": _TEXT,
     "request_id": _TEXT,
@@ -96,10 +102,11 @@ _CODECS: Final[Mapping[str, _Codec]] = {
     "best": _VALUES,
     "tags": _TEXTS,
     "notes": _TEXT,
+    "history": _HISTORY,
 }
 # Fields that records of earlier releases lack.
 _LATER: Final = frozenset(
-    {"decided", "ran_seconds", "watched", "early_end", "best", "tags", "notes"}
+    {"decided", "ran_seconds", "watched", "early_end", "best", "tags", "notes", "history"}
 )
 
 
@@ -144,6 +151,8 @@ class JobRecord:
     # Users' own, to find the job by.
     tags: Sequence[str] = ()
     notes: str = ""
+    # What was changed when the job was resumed, oldest first.
+    history: Sequence[orchestrator_pb.JobChange] = ()
     # Newest version of each policy that the orchestrator has seen in the experience store.
     versions: Mapping[str, int] = field(default_factory=dict)
     # Whether the stored record is unreadable; `problem` says why.
@@ -151,7 +160,7 @@ class JobRecord:
 
     @property
     def terminal(self) -> bool:
-        """Whether the job has ended (a failed or cancelled one may be resumed)."""
+        """Whether the job has ended (it may be resumed)."""
         return self.state in TERMINAL
 
     @property
@@ -184,6 +193,24 @@ class JobRecord:
         """Return the policy called `name`, or the one that plays the agent `name`. Raises
         `NotFound`."""
         return name if self.broken else policy_of(json.loads(self.spec_json), name)
+
+    def resumed_with(self, spec: JobSpec, differences: Sequence[Difference]) -> JobRecord:
+        """Return the record of the job as it goes on under `spec`, which differs in these fields:
+        its history has one more change."""
+        change = orchestrator_pb.JobChange(
+            at=timestamp(time.time()),
+            step=self.step,
+            fields=[
+                orchestrator_pb.FieldChange(field=one.path, old=_json(one.old), new=_json(one.new))
+                for one in differences
+            ],
+        )
+        return replace(self, spec_json=spec.model_dump_json(), history=(*self.history, change))
+
+    @property
+    def renewed(self) -> dict[str, str | bytes]:
+        """The fields of the hash that a resume under another specification changes."""
+        return {name: _CODECS[name][0](getattr(self, name)) for name in ("spec_json", "history")}
 
     def to_hash(self) -> dict[str, str | bytes]:
         """Return the fields of the Redis hash."""
@@ -281,6 +308,7 @@ class JobRecord:
             after_intervals=intervals(self.after),
             activity=activity,
             split_hint=split_hint(metrics),
+            history=self.history,
             created_at=timestamp(self.created_at),
             ran_seconds=self.ran_seconds,
             tags=self.tags,
@@ -383,6 +411,11 @@ def _broken(why: str) -> common_pb.Problem:
         message=f"the stored record of this job is unreadable: {why[:200]}",
         remedy="`troupe jobs forget JOB_ID` removes it; its files stay where they are.",
     )
+
+
+def _json(value: Any) -> str:
+    """Return a field's value as JSON; empty if the field is not there."""
+    return "" if value is None else json.dumps(value)
 
 
 def _bytes(value: str | bytes) -> bytes:

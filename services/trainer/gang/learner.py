@@ -596,10 +596,15 @@ class GangLearner(PolicyLearner[Row]):
         """Add the gradients of rows that were held back. Raises `Stopped`."""
         self._order("complete", stop=stop)
 
-    def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
+    def apply(
+        self,
+        version: int,
+        stop: threading.Event | None = None,
+        rates: Mapping[str, float] | None = None,
+    ) -> Applied:
         """See `PolicyLearner`. No tokens are kept for the panel, since each rank has only a part of
         them."""
-        return Applied(**self._order("apply", stop=stop, version=version).header)
+        return Applied(**self._order("apply", stop=stop, version=version, rates=rates).header)
 
     def discard(self) -> None:
         """Discard the current step."""

@@ -174,7 +174,7 @@ class Rank:
             case "complete":
                 member.complete()
             case "apply":
-                return dataclasses.asdict(member.apply(header["version"]))
+                return dataclasses.asdict(member.apply(header["version"], None, header["rates"]))
             case "discard":
                 member.discard()
             case "save":

@@ -197,10 +197,14 @@ class Critic:
         clipping."""
         return self.gradients.finish(max(self._tokens, 1), self._spec.optimizer.max_grad_norm)
 
-    def step(self, version: int, steps: int) -> None:
-        """Update the weights after `finish`, at the learning rate of `version` of `steps`."""
+    def rate(self, version: int, steps: int) -> float:
+        """Return the learning rate of the step from `version` of at most `steps`."""
+        return learning_rate(self._spec.optimizer, version, steps)
+
+    def step(self, rate: float) -> None:
+        """Update the weights after `finish`, at this learning rate."""
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._spec.optimizer, version, steps)
+            group["lr"] = rate
         self._optimizer.step()
 
     def clear(self) -> None:

@@ -133,8 +133,16 @@ class PolicyLearner(ABC, Generic[R]):
         """
 
     @abstractmethod
-    def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
+    def apply(
+        self,
+        version: int,
+        stop: threading.Event | None = None,
+        rates: Mapping[str, float] | None = None,
+    ) -> Applied:
         """Step from `version` to the next version with the accumulated gradients, then forget them.
+
+        `rates`: the metrics of a step that was made before, whose learning rates this one has: the
+        job's may have changed since.
 
         A step that is not applied leaves weights and moments unchanged, bit for bit, unless the
         result has `moved` set. Raises `Stopped`.

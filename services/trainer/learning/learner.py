@@ -576,17 +576,25 @@ class Learner(PolicyLearner[Row]):
 
     # The step.
 
-    def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
+    def apply(
+        self,
+        version: int,
+        stop: threading.Event | None = None,
+        rates: Mapping[str, float] | None = None,
+    ) -> Applied:
         """Make the step from the accumulated gradients, if they are finite.
 
         A step that is not applied leaves weights and optimizer bitwise unchanged, unless the result
-        has `moved` set: then the caller must `restore`. Raises `Stopped`.
+        has `moved` set: then the caller must `restore`. `rates`: see `PolicyLearner.apply`. Raises
+        `Stopped`.
         """
         self._pooled.arrive()
         self.complete(stop)
         started = time.perf_counter()
         several = self._job.algorithm.updates > 1
-        reason = self._run_updates(version, stop) if several else self._update(version)
+        own = self._rates(version)
+        rates = own if rates is None else {name: rates.get(name, own[name]) for name in own}
+        reason = self._run_updates(version, rates, stop) if several else self._update(rates)
         sums = self._step.sums
         sums.tokens = self._ranks.merged(sums.tokens)
         why = BrokenStep(reason, sums.fault)
@@ -601,6 +609,8 @@ class Learner(PolicyLearner[Row]):
             weight = max(sums.updated + sums.normalizer, 1)
             metrics[metric_names.POLICY_LOSS] = float(sums.tokens.loss) / weight
         metrics |= {name: total / sums.updates for name, total in sums.norms.items()}
+        if sums.updates:
+            metrics |= rates
         if several:
             metrics["train/updates"] = float(sums.updates)
         if not reason:
@@ -615,35 +625,42 @@ class Learner(PolicyLearner[Row]):
         self._pooled.leave()
         return Applied(not reason, why.reason, metrics, digest, moved, why.fault, kept)
 
-    def _update(self, version: int) -> str:
-        """Make one update from the accumulated gradient.
-
-        Returns the reason if the result cannot be used, else an empty text. A gradient that is not
-        finite changes nothing. A finite one may still make weights overflow: then the update was
-        made, and its weights must not be published.
-        """
-        sums, optimizer, steps = self._step.sums, self._policy.optimizer, self._job.pipeline.steps
-        if sums.broken or not sums.normalizer:
-            return sums.broken or "no sample has a response token"
-        self._passes.forget_weights()
-        norm = self._gradients.finish(sums.normalizer, optimizer.max_grad_norm)
-        if not math.isfinite(norm):
-            return f"the norm of the gradient is {norm}"
+    def _rates(self, version: int) -> dict[str, float]:
+        """Return the learning rates of the step from `version`, by their metrics."""
+        optimizer, steps = self._policy.optimizer, self._job.pipeline.steps
         offline = self._job.offline
         if offline is not None and version < offline.steps:
             optimizer = optimizer.model_copy(update={"lr": offline.lr or optimizer.lr})
             steps = offline.steps
         elif offline is not None:
             version, steps = version - offline.steps, steps - offline.steps
-        rate = learning_rate(optimizer, version, steps)
-        made = {metric_names.GRAD_NORM: norm, "lr": rate}
+        rates = {metric_names.LEARNING_RATE: learning_rate(optimizer, version, steps)}
+        if self._critic is not None:
+            rates[metric_names.CRITIC_LEARNING_RATE] = self._critic.rate(version, steps)
+        return rates
+
+    def _update(self, rates: Mapping[str, float]) -> str:
+        """Make one update from the accumulated gradient at these learning rates.
+
+        Returns the reason if the result cannot be used, else an empty text. A gradient that is not
+        finite changes nothing. A finite one may still make weights overflow: then the update was
+        made, and its weights must not be published.
+        """
+        sums = self._step.sums
+        if sums.broken or not sums.normalizer:
+            return sums.broken or "no sample has a response token"
+        self._passes.forget_weights()
+        norm = self._gradients.finish(sums.normalizer, self._policy.optimizer.max_grad_norm)
+        if not math.isfinite(norm):
+            return f"the norm of the gradient is {norm}"
+        made = {metric_names.GRAD_NORM: norm}
         if self._critic is not None:
             made["critic/grad_norm"] = norm = self._critic.finish()
             if not math.isfinite(norm):
                 return f"the norm of the critic's gradient is {norm}"
-            self._critic.step(version, steps)
+            self._critic.step(rates[metric_names.CRITIC_LEARNING_RATE])
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rates[metric_names.LEARNING_RATE]
         self._optimizer.step()
         sums.updates += 1
         sums.norms = {name: sums.norms.get(name, 0.0) + value for name, value in made.items()}
@@ -655,7 +672,9 @@ class Learner(PolicyLearner[Row]):
                 return f"the norm of the {name} is {norm} after the step"
         return ""
 
-    def _run_updates(self, version: int, stop: threading.Event | None) -> str:
+    def _run_updates(
+        self, version: int, rates: Mapping[str, float], stop: threading.Event | None
+    ) -> str:
         """Make all updates of a step that has several; return the reason if one failed.
 
         Advantages, values and old log-probs are those of the weights at the beginning of the step.
@@ -670,7 +689,7 @@ class Learner(PolicyLearner[Row]):
             self._step.clear()
             for i in part:
                 self._step.backward(batches[i], stop)
-            reason = self._update(version)
+            reason = self._update(rates)
         return reason
 
     def discard(self) -> None:

@@ -232,7 +232,12 @@ class NetworkLearner(PolicyLearner[FragmentRow]):
     def complete(self, stop: threading.Event | None = None) -> None:
         """Do nothing: `apply` updates on all fragments."""
 
-    def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
+    def apply(
+        self,
+        version: int,
+        stop: threading.Event | None = None,
+        rates: Mapping[str, float] | None = None,
+    ) -> Applied:
         """Update on the step's fragments.
 
         An update with a result that is not finite is reported as not applied, but `moved`. Raises

@@ -190,6 +190,35 @@ async def test_a_suspended_policy_goes_on_elsewhere_and_a_lost_one_is_computed_a
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gang", [1, 2])
+async def test_steps_before_a_resume_at_another_rate_are_made_again_at_their_own(
+    stage: TrainingStage, gang: int
+) -> None:
+    """Also under more steps, which stretch a falling schedule."""
+    rates = {"lr": 1e-3, "schedule": "linear"}
+    changed = {"lr": 2e-3, "schedule": "cosine"}
+
+    def job(optimizer: dict[str, Any], steps: int) -> JobSpec:
+        pipeline = {"steps": steps, "deterministic": gang == 1}
+        found = spec_of(stage, every=50, pipeline=pipeline).model_dump(
+            mode="json", exclude_unset=True
+        )
+        found["policies"]["solver"] |= {"optimizer": optimizer, "trainer": {"gang": gang}}
+        return JobSpec.model_validate(found)
+
+    one = await stage.trainer(gang_ranks=gang)
+    await one.bind_again(job(rates, 20))
+    commits = [await step(stage, one, number) for number in range(3)]
+    # The worker is lost: nobody wrote the state, and the job is resumed with other settings.
+    other, last = await stage.trainer(gang_ranks=gang), commits[-1].weights
+    again = await other.bind_again(job(changed, 60), version=3, checksum=last.checksum)
+    assert again.checksum == last.checksum
+    commit = await step(stage, other, 3)
+    assert commit.metrics["train/state_recomputed_steps"] == 3
+    assert commit.metrics["lr"] > 1.9e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "minibatches"])
 async def test_other_learners_make_their_steps_again(stage: TrainingStage, kind: str) -> None:
     changes: dict[str, Any] = {}

@@ -394,6 +394,11 @@ def apply_assignments(text: str, assignments: list[str], source: str = "the job"
     return raw
 
 
+def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `--set key.path=value`, by path. Raises `JobSpecError`."""
+    return {".".join(path): value for path, value in map(_parse_assignment, assignments)}
+
+
 def _parse_assignment(assignment: str) -> tuple[list[str], Any]:
     key, equals, text = assignment.partition("=")
     path = key.strip().split(".")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,7 +24,7 @@ from troupe.client.cli.display import (
     print_summary,
 )
 from troupe.client.cli.failures import FAILED, Interrupted, Interrupts
-from troupe.client.cli.specification import load_with
+from troupe.client.cli.specification import load_with, parse_assignments
 from troupe.client.handle import AsyncJobHandle, given_text
 from troupe.client.program import ProgramJob
 from troupe.client.records import Job, JobState, Result
@@ -112,6 +112,8 @@ class TrainPlan:
     given: str | None = None
     tags: Sequence[str] = ()
     notes: str = ""
+    # Changes of the job that is resumed, by path.
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 @options.with_cluster_options(
@@ -154,14 +156,14 @@ def train(
         raise InvalidArgument(
             "give either a job file or --resume JOB_ID", field="JOB.yaml", value=job
         )
-    unused = {"--set": assignments, "--job-id": job_id, "--tag": tags, "--notes": notes}
+    unused = {"--job-id": job_id, "--tag": tags, "--notes": notes}
     for option, value in unused.items():
         if resume is not None and value:
             raise InvalidArgument(
-                "applies to a new job; a resumed job continues unchanged",
+                "applies to a new job",
                 field=option,
                 value=value if isinstance(value, str) else value[0],
-                remedy=f"Omit it, or change the job: troupe jobs resume {resume} --spec FILE.",
+                remedy="Omit it; `troupe jobs annotate` changes tags and notes.",
             )
     spec = None if job is None else load_with(job, assignments or [])
     if spec is not None and cluster is None and running_state(settings().data_dir) is None:
@@ -170,6 +172,7 @@ def train(
         spec=spec,
         job_id=job_id,
         resume=resume,
+        overrides=parse_assignments(assignments or []) if resume is not None else {},
         address=cluster,
         keep_up=keep_up,
         grace=grace,
@@ -279,8 +282,11 @@ class _Training:
             )
         assert self._plan.resume is not None  # train()
         handle = client.job(self._plan.resume)
-        if (await _settled(handle)).state.resumable:
-            await handle.resume()
+        overrides = self._plan.overrides
+        state = (await _settled(handle)).state
+        # Without more steps, a job that has succeeded has nothing left.
+        if overrides or (state.resumable and state != JobState.SUCCEEDED):
+            await handle.resume(overrides=overrides)
         return handle
 
     async def _follow(

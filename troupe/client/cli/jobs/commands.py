@@ -21,7 +21,7 @@ from troupe.client.cli.display import Progress, follow, make_display, print_summ
 from troupe.client.cli.failures import FAILED, HintingGroup
 from troupe.client.cli.jobs.results import compare, logs, metrics
 from troupe.client.cli.options import call, duration, make_table, score
-from troupe.client.cli.specification import load_with
+from troupe.client.cli.specification import load_with, parse_assignments
 from troupe.client.records import Audit, Job, JobState
 from troupe.contracts import metric_names
 from troupe.rpc.errors import InvalidArgument, TroupeError
@@ -244,6 +244,8 @@ def show(
     for one in job.resolved:
         text = f"{one.field} = {one.value} ({one.source})"
         console.print(f"{'setting':<12} {escape(text)}", highlight=False)
+    for change in job.history:
+        console.print(f"{'changed':<12} {escape(str(change))}", highlight=False)
     if job.problem is not None and job.state != JobState.SUCCEEDED:  # the summary has it
         console.print(f"{'problem':<12} {escape(str(job.problem))}", highlight=False)
 
@@ -339,11 +341,17 @@ def resume(
             show_default=False,
         ),
     ] = None,
+    assignments: options.Assignments = None,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Continue a paused, failed or cancelled job from its last committed step."""
-    _print_state(call(cluster, data_dir, lambda client: client.job(job_id).resume(spec)))
+    """Continue a job that is paused or has ended from its last committed step.
+
+    `--set` changes steps, learning rates, temperatures, limits and the like, from the next step on;
+    a job that has succeeded needs more steps. `troupe jobs show` lists the changes.
+    """
+    overrides = parse_assignments(assignments or [])
+    _print_state(call(cluster, data_dir, lambda client: client.job(job_id).resume(spec, overrides)))
 
 
 @app.command()
