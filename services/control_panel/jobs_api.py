@@ -198,8 +198,8 @@ async def cancel_job(
 async def forget_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
 ) -> views.JobView:
-    """Delete an ended job from the cluster's memory; its directory stays. Answers with the job's
-    last record."""
+    """Delete an ended job from the cluster's memory, and its conversations; its directory stays.
+    Answers with the job's last record."""
     reply = await upstream(request).stub.ForgetJob(
         orchestrator_pb.ForgetJobRequest(
             request_id=idempotency_key or new_id("panel"), job_id=job_id
@@ -299,8 +299,12 @@ async def list_trajectories(
         float | None, Query(allow_inf_nan=False, description="Of `agent`; else team or mean.")
     ] = None,
     max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    evaluation: Annotated[
+        bool | None, Query(description="Of evaluations (true) or of training (false).")
+    ] = None,
+    failed: Annotated[bool, Query(description="Only those that did not complete.")] = False,
 ) -> dict[str, Any]:
-    """List recent trajectories that match all filters, newest first."""
+    """List kept trajectories that match all filters, newest first."""
     reply = await upstream(request).stub.ListTrajectories(
         orchestrator_pb.ListTrajectoriesRequest(
             job_id=job_id,
@@ -313,6 +317,8 @@ async def list_trajectories(
             to_step=to_step,
             min_reward=min_reward,
             max_reward=max_reward,
+            evaluation=evaluation,
+            failed=failed,
         )
     )
     return {

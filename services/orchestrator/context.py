@@ -16,7 +16,7 @@ from services.orchestrator.state.event_log import EventLog
 from services.orchestrator.state.host_history import HostHistory
 from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import JobRecord
-from services.orchestrator.state.trajectories import RecentTrajectories
+from services.orchestrator.state.trajectories import KeptTrajectories
 from services.orchestrator.state.weight_versions import WeightVersions
 from troupe.job import JobSpec
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
@@ -35,7 +35,7 @@ class Shared:
     store: JobStore
     weight_versions: WeightVersions
     log: EventLog
-    trajectories: RecentTrajectories
+    trajectories: KeptTrajectories
     populations: PopulationStore
     workers: WorkerRegistry
     nodes: NodeRegistry

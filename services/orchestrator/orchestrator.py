@@ -32,7 +32,7 @@ from services.orchestrator.state.host_history import HostHistory
 from services.orchestrator.state.job_store import JobStore, Superseded
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import RedisAccess
-from services.orchestrator.state.trajectories import RecentTrajectories
+from services.orchestrator.state.trajectories import KeptTrajectories
 from services.orchestrator.state.weight_versions import WeightVersions
 from troupe.contracts import kinds
 from troupe.job import JobSpec
@@ -102,8 +102,12 @@ class Orchestrator:
             store=store,
             weight_versions=WeightVersions(experience, store),
             log=log,
-            trajectories=RecentTrajectories(
-                self._redis, settings.recent_trajectories, settings.recent_tokens
+            trajectories=KeptTrajectories(
+                self._redis,
+                log,
+                settings.data_dir.absolute(),
+                max_bytes=settings.conversation_bytes,
+                tokens_cap=settings.recent_tokens,
             ),
             populations=PopulationStore(self._redis, store),
             workers=workers,

@@ -20,7 +20,6 @@ from services.orchestrator.populations.state import no_population
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.state.job_store import StoredJob, rows_after
 from services.orchestrator.state.records import TERMINAL, JobRecord
-from services.orchestrator.state.trajectories import TrajectoryFilter
 from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -212,10 +211,10 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
     ) -> orchestrator_pb.ListTrajectoriesResponse:
         await self._record(request)
         size = _page_size(request)
-        page, token = await self._at.shared.trajectories.page(
-            request.job_id, size, request.page_token, TrajectoryFilter(request)
+        page = await self._at.shared.trajectories.page(request, size)
+        return orchestrator_pb.ListTrajectoriesResponse(
+            trajectories=page.summaries, next_page_token=page.token
         )
-        return orchestrator_pb.ListTrajectoriesResponse(trajectories=page, next_page_token=token)
 
     async def GetTrajectory(
         self, request: orchestrator_pb.GetTrajectoryRequest, context: Any

@@ -31,8 +31,9 @@ class OrchestratorSettings(ServiceSettings):
     """How long an ended job tries to have its workers release it."""
     activity_seconds: float = Field(default=0.5, gt=0)
     """Interval at which followers of a job learn of progress inside a step."""
-    recent_trajectories: int = Field(default=200, ge=0)
-    """Newest training trajectories kept for inspection, per job, and as many of evaluations."""
+    conversation_bytes: int = Field(default=2**30, ge=0)
+    """Bytes of a job's kept conversations, in its directory; the oldest are deleted. 0: none are
+    kept. One conversation takes at most 256 KiB: longer messages lose their middle."""
     recent_tokens: int = Field(default=32, ge=0)
     """Newest trajectories of a job whose tokens are kept, with advantages and ratios."""
     probe_seconds: float = Field(default=1.0, gt=0)

@@ -27,20 +27,18 @@ def test_counts(run: Run, cluster: Stage) -> None:
     assert (table["policy"], table["trained"]) == ("solver", 1234)
 
 
-def test_listing(run: Run, cluster: Stage) -> None:
-    status, out, _ = run("samples", "list", "mine", "--policy", "solver", "--step", "3")
-    assert status == 0
-    assert "q1_0_t0" in out
-    assert "3+2" in out
-    assert "freed" in out
+def test_an_export_of_a_policy_and_a_step_asks_only_for_these(
+    run: Run, cluster: Stage, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "rows.jsonl")
+    assert run("samples", "export", "mine", path, "--policy", "solver", "--step", "3")[0] == 0
     asked = cluster.fake.requests("ListSamples")[0]
     assert (asked.policy, asked.step) == ("solver", 3)
-    rows = json.loads(run("samples", "list", "mine", "--limit", "3", "--json")[1])
-    assert [row["id"] for row in rows] == ["q0_0_t0", "q1_0_t0", "q2_0_t0"]
-    status, _, err = run("samples", "list", "mine", "--step", str(10**20))
+    path = str(tmp_path / "others.jsonl")
+    status, _, err = run("samples", "export", "mine", path, "--step", str(10**20))
     assert status == 2
     assert "--step" in err
-    status, _, err = run("samples", "list", "mine", "--state", "eaten")
+    status, _, err = run("samples", "export", "mine", path, "--state", "eaten")
     assert status == 2
     assert "eaten" in err
     assert "pending, ready, claimed, trained, dropped" in err
@@ -144,6 +142,6 @@ def test_the_sdk_pages_and_refuses_unknown_states(cluster: Stage) -> None:
 def test_a_job_is_forgotten(run: Run, cluster: Stage) -> None:
     status, said, err = run("jobs", "forget", "mine")
     assert (status, err) == (0, "")
-    assert said.startswith("mine is forgotten; its files stay in ")
+    assert said.startswith("mine is forgotten; its checkpoints stay in ")
     assert cluster.fake.requests("ForgetJob")[0].job_id == "mine"
     assert run("jobs", "forget", "nope")[0] != 0

@@ -239,12 +239,13 @@ def test_impossible_evaluations_are_refused_at_submit(
 async def test_conversations_of_before_and_after_are_kept_whatever_follows(
     cluster: Cluster,
 ) -> None:
-    """Six of sixteen trajectories are kept, and the first four queries' trajectories."""
+    """The newest evaluation fits into what is kept; training displaces all between it and the
+    first."""
     await cluster.stop_orchestrator()
-    cluster.settings = cluster.settings.model_copy(update={"recent_trajectories": 6})
+    cluster.settings = cluster.settings.model_copy(update={"conversation_bytes": 60_000})
     await cluster.start_orchestrator()
     sets = {"gsm8k": {"queries": 8, "samples": 2, "every": 1}, "one": {"queries": 1}}
-    job_id = await cluster.submit(job_yaml(evaluations=sets, pipeline__steps=2))
+    job_id = await cluster.submit(job_yaml(evaluations=sets, pipeline__steps=16))
     job = await cluster.wait(job_id)
     assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
 
@@ -252,13 +253,14 @@ async def test_conversations_of_before_and_after_are_kept_whatever_follows(
         pairs = await client.job(job_id).before_and_after()
         listed = [one.id for one in await client.job(job_id).trajectories(None)]
     assert [(before.id, after.id) for before, after in pairs] == [
-        ("gsm8k-h0-e0-t0", "gsm8k-h0-e2-t0"),
-        ("one-h0-e0-t0", "one-h0-e2-t0"),
-        ("gsm8k-h1-e0-t0", "gsm8k-h1-e2-t0"),
-        ("gsm8k-h2-e0-t0", "gsm8k-h2-e2-t0"),
+        ("gsm8k-h0-e0-t0", "gsm8k-h0-e16-t0"),
+        ("one-h0-e0-t0", "one-h0-e16-t0"),
+        ("gsm8k-h1-e0-t0", "gsm8k-h1-e16-t0"),
+        ("gsm8k-h2-e0-t0", "gsm8k-h2-e16-t0"),
     ]
     assert all(one.conversation and one.evaluation for pair in pairs for one in pair)
     assert len(listed) == len(set(listed)), "no trajectory is kept twice"
+    assert not any("-e1-" in name for name in listed), "it was displaced"
 
 
 async def test_async_training_goes_on_during_an_evaluation(cluster: Cluster) -> None:

@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from services.orchestrator.state.redis import INDEX, JobKeys, RedisAccess
 from tests.support.cluster import Cluster, job_yaml
+from troupe.contracts.conversations import CONVERSATIONS
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -33,6 +34,7 @@ async def test_a_cancelled_job_is_forgotten(cluster: Cluster) -> None:
     assert {table.policy for table in tables.tables} == {"checker", "solver"}
 
     assert await keys_of(cluster, job_id)
+    assert list((cluster.directory / job_id / CONVERSATIONS).iterdir())
     forget = orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
     was = (await cluster.api.ForgetJob(forget)).job
     assert (was.state, was.step > 0) == (common_pb.JOB_STATE_CANCELLED, True)
@@ -42,6 +44,7 @@ async def test_a_cancelled_job_is_forgotten(cluster: Cluster) -> None:
     assert worker.deleted[-1] == job_id
     assert cluster.trainers[0].deleted[-1] == job_id
     assert (cluster.directory / job_id).is_dir(), "checkpoints stay"
+    assert not (cluster.directory / job_id / CONVERSATIONS).exists()
     for call in (
         cluster.api.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id)),
         cluster.api.ForgetJob(orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)),

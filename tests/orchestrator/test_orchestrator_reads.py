@@ -11,6 +11,7 @@ from tests.support.fake_trainer import weights_of
 from tests.support.waiting import PATIENCE
 from troupe.checkpoints.retention import choose
 from troupe.client import AsyncClient
+from troupe.contracts.conversations import CONVERSATIONS, ConversationLog, TrajectoryFilter
 from troupe.rpc import InvalidArgument, NotFound, Unavailable, new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -114,15 +115,52 @@ async def test_a_trajectory_shows_its_conversation(cluster: Cluster, done: str) 
 
 async def test_only_the_newest_trajectories_are_kept(cluster: Cluster) -> None:
     await cluster.stop_orchestrator()
-    cluster.settings = cluster.settings.model_copy(update={"recent_trajectories": 3})
+    cluster.settings = cluster.settings.model_copy(update={"conversation_bytes": 16_000})
     await cluster.start_orchestrator()
-    job_id = await cluster.submit(job_yaml())
+    job_id = await cluster.submit(job_yaml(pipeline__steps=20))
     await cluster.wait(job_id)
     listed = await cluster.api.ListTrajectories(
-        orchestrator_pb.ListTrajectoriesRequest(job_id=job_id)
+        orchestrator_pb.ListTrajectoriesRequest(job_id=job_id, evaluation=False, page_size=100)
     )
-    assert len(listed.trajectories) == 3
-    assert {one.step for one in listed.trajectories} == {1}
+    steps = [one.step for one in listed.trajectories]
+    assert 0 < len(steps) < 80
+    assert steps[0] == 19
+    assert 0 not in steps
+    folder = cluster.directory / job_id / CONVERSATIONS
+    # A file that is being written, and the evaluation before the first step, come on top.
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 20_000
+    assert folder.stat().st_mode & 0o077 == 0, "texts are the owner's"
+
+
+async def test_kept_conversations_outlive_the_job_and_its_orchestrator(
+    cluster: Cluster, done: str
+) -> None:
+    request = orchestrator_pb.ListTrajectoriesRequest(job_id=done, page_size=100)
+    before = await cluster.api.ListTrajectories(request)
+    assert len(before.trajectories) == 12, "all that the job declares"
+    await cluster.stop_orchestrator()
+    read = ConversationLog(cluster.directory / done / CONVERSATIONS)
+    wanted = TrajectoryFilter(orchestrator_pb.ListTrajectoriesRequest())
+    assert read.page(100, "", wanted).summaries == list(before.trajectories)
+    await cluster.start_orchestrator()
+    assert await cluster.api.ListTrajectories(request) == before
+    one = orchestrator_pb.GetTrajectoryRequest(job_id=done, trajectory_id="q1-s0-t1")
+    found = await cluster.api.GetTrajectory(one)
+    assert found.turns[0].messages[0].content == "2+2?"
+
+
+async def test_a_log_that_cannot_be_written_costs_conversations_and_not_the_job(
+    cluster: Cluster,
+) -> None:
+    (cluster.directory / "full").mkdir()
+    (cluster.directory / "full" / CONVERSATIONS).write_text("a file is in the way")
+    job_id = await cluster.submit(job_yaml(), job_id="full")
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
+    request = orchestrator_pb.ListTrajectoriesRequest(job_id=job_id)
+    assert not (await cluster.api.ListTrajectories(request)).trajectories
+    async with AsyncClient(cluster.settings.address) as client:
+        told = [str(event) async for event in client.job(job_id).watch()]
+    assert len([text for text in told if "conversations cannot be kept in" in text]) == 1
 
 
 async def test_the_picture_of_the_cluster(cluster: Cluster) -> None:

@@ -1,11 +1,17 @@
 """How trajectories are kept for looking at."""
 
 import random
+import zlib
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.state.trajectories import TrajectoryFilter, pack, take_tokens, unpack
+from services.orchestrator.state.trajectories import take_tokens
+from troupe.contracts.conversations import ConversationLog, TrajectoryFilter, pack, unpack
+from troupe.rpc import InvalidArgument, NotFound
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
@@ -48,7 +54,7 @@ def test_tokens_are_stored_apart_from_the_conversation() -> None:
     full = conversation(2, 10)
     full.turns[1].tokens.ids.extend([5, 6])
     full.turns[1].tokens.texts.extend(["a", "b"])
-    kept = unpack(take_tokens(full))
+    kept = orchestrator_pb.GetTrajectoryResponse.FromString(zlib.decompress(take_tokens(full)))
     assert [turn.turn for turn in kept.turns] == [1]
     assert list(kept.turns[0].tokens.texts) == ["a", "b"]
     assert not any(turn.HasField("tokens") for turn in full.turns)
@@ -63,7 +69,6 @@ def test_a_filter_wants_all_that_is_given() -> None:
 
     def found(**given: object) -> bool:
         wanted = TrajectoryFilter(orchestrator_pb.ListTrajectoriesRequest(**given))  # type: ignore[arg-type]
-        assert wanted.given == bool(given)
         return wanted.fits(full.summary) and wanted.reads_in(full)
 
     assert found()
@@ -73,6 +78,11 @@ def test_a_filter_wants_all_that_is_given() -> None:
     assert not found(reason="timeout")
     assert not found(from_step=4)
     assert not found(to_step=2)
+    assert found(evaluation=False, failed=True)
+    assert not found(evaluation=True)
+    full.summary.state = common_pb.TRAJECTORY_STATE_COMPLETED
+    assert found(evaluation=False)
+    assert not found(failed=True)
     # Of the team, else the mean over agents; of an agent where one is named.
     assert found(min_reward=0.5, max_reward=0.5)
     assert found(agent="solver", min_reward=1.0)
@@ -80,3 +90,107 @@ def test_a_filter_wants_all_that_is_given() -> None:
     assert not found(agent="critic", min_reward=-1.0), "it has no reward"
     full.summary.rewards["team"] = -1.0
     assert not found(min_reward=0.0)
+
+
+ALL = TrajectoryFilter(orchestrator_pb.ListTrajectoriesRequest())
+
+
+def told(step: int, name: str, text: str = "") -> orchestrator_pb.GetTrajectoryResponse:
+    full = orchestrator_pb.GetTrajectoryResponse()
+    full.summary.trajectory_id, full.summary.step = name, step
+    full.turns.add(agent="solver", response=text)
+    return full
+
+
+def listed(log: ConversationLog, size: int = 1000) -> list[str]:
+    """All ids, read in pages of `size`."""
+    names: list[str] = []
+    token = ""
+    while True:
+        page = log.page(size, token, ALL)
+        names += [one.trajectory_id for one in page.summaries]
+        token = page.token
+        if not token:
+            return names
+
+
+def test_a_log_lists_the_newest_step_first_in_pages_of_any_size(tmp_path: Path) -> None:
+    log = ConversationLog(tmp_path / "log", 10_000)
+    for step in range(40):
+        log.append([told(step, f"s{step}-{n}", "x" * 20) for n in range(2)])
+    assert len(list((tmp_path / "log").iterdir())) > 1
+    names = listed(log)
+    assert names == [f"s{step}-{n}" for step in range(39, -1, -1) for n in (1, 0)]
+    for size in (1, 7, 80):
+        assert listed(log, size) == names
+    assert log.get("s3-1").turns[0].response == "x" * 20
+    with pytest.raises(NotFound):
+        log.get("s40-0")
+    with pytest.raises(InvalidArgument, match="page_token"):
+        log.page(5, "s40-0", ALL)
+
+
+def test_a_log_keeps_its_bound_at_ten_thousand_long_conversations(tmp_path: Path) -> None:
+    """In proportion: 32,000 tokens of text each, and a 32nd of the bound."""
+    bound = 32 * 2**20
+    log = ConversationLog(tmp_path, bound)
+    long = conversation(1, 40_000)
+    assert 100_000 < len(pack(long)) < 2**18
+    for step in range(50):
+        found = []
+        for number in range(100):
+            one = orchestrator_pb.GetTrajectoryResponse(turns=long.turns)
+            one.summary.trajectory_id, one.summary.step = f"s{step}-{number}", step
+            found.append(one)
+        log.append(found[: 100 if step in (0, 49) else 4])
+        size = sum(path.stat().st_size for path in tmp_path.iterdir())
+        assert size < bound * 1.5 + 2**20
+    names = listed(log)
+    assert names[0].startswith("s49-")
+    assert not any(name.startswith("s0-") for name in names)
+
+
+def test_pinned_conversations_stay_while_they_take_an_eighth(tmp_path: Path) -> None:
+    log = ConversationLog(tmp_path, 16_000)
+    log.append([told(0, "first")], pinned=True)
+    for step in range(200):
+        log.append([told(step, f"s{step}", str(random.Random(step).random()) * 20)])
+    names = listed(log)
+    assert names[0] == "s199"
+    assert names[-1] == "first"
+    assert "s0" not in names
+    log.append([told(0, "large", "x" * 4_000)], pinned=True)
+    for step in range(200):
+        log.append([told(step, f"again{step}", str(random.Random(step).random()) * 20)])
+    assert "large" not in listed(log)
+    assert listed(log)[-1] == "first"
+
+
+def test_an_incomplete_end_of_a_file_costs_only_what_it_held(tmp_path: Path) -> None:
+    ConversationLog(tmp_path, 10**6).append([told(0, "whole"), told(1, "torn", "text")])
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-3])
+    after = ConversationLog(tmp_path, 10**6)  # the orchestrator that comes after the crash
+    after.append([told(1, "torn", "again"), told(2, "next")])
+    assert listed(after) == ["next", "torn", "whole"]
+    assert after.get("torn").turns[0].response == "again"
+
+
+def test_a_trajectory_written_again_is_listed_once_as_it_is_now(tmp_path: Path) -> None:
+    ConversationLog(tmp_path, 10**6).append([told(0, "a", "old"), told(0, "b")])
+    again = ConversationLog(tmp_path, 10**6)
+    again.append([told(0, "a", "new")])
+    assert sorted(listed(again, 1)) == ["a", "b"]
+    assert again.get("a").turns[0].response == "new"
+    assert sorted(one.summary.trajectory_id for one in again.find(["a", "b", "c"])) == ["a", "b"]
+
+
+def test_a_search_that_reads_much_ends_its_page_early(tmp_path: Path) -> None:
+    log = ConversationLog(tmp_path, 10**7)
+    log.append([told(n, f"t{n}", "needle" if n == 0 else "hay") for n in range(2500)])
+    wanted = TrajectoryFilter(orchestrator_pb.ListTrajectoriesRequest(text="NEEDLE"))
+    first = log.page(10, "", wanted)
+    assert (first.summaries, bool(first.token)) == ([], True)
+    second = log.page(10, first.token, wanted)
+    assert [one.trajectory_id for one in second.summaries] == ["t0"]
+    assert second.token == ""

@@ -296,6 +296,9 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
     ) -> orchestrator_pb.ListTrajectoriesResponse:
         await self._note("ListTrajectories", request, context)
         fits = [i for i in range(250) if not request.text or request.text == f"sum {i}"]
+        # All complete, in training, with the reward 1.
+        if request.failed or request.evaluation or request.max_reward < 0:
+            fits = []
         first = int(request.page_token or 0)
         found = fits[first : first + request.page_size]
         end = first + len(found)

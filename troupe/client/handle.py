@@ -30,7 +30,6 @@ from troupe.client.records import (
     Sample,
     Tables,
     Trajectory,
-    Turn,
     Version,
     event_of,
 )
@@ -66,6 +65,8 @@ AWAY_SECONDS = 120.0
 # The longest silence between two chunks of an exported checkpoint.
 CHUNK_SECONDS = 60.0
 _PAGE = 100
+# Trajectories of the newest evaluations, and of the first, among which pairs are looked for.
+_COMPARED = 2_000
 # Rows of metrics asked for at once.
 _ROWS = 1_000
 
@@ -188,9 +189,9 @@ class AsyncJobHandle:
         return reply.given_spec
 
     async def forget(self) -> Job:
-        """Delete an ended job from the cluster's memory: its record, log, metrics, trajectories,
-        rows and weights. Files in its directory, such as checkpoints, stay. Returns the job's last
-        record."""
+        """Delete an ended job from the cluster's memory: its record, log, metrics, rows and
+        weights; and its conversations. Other files in its directory, such as checkpoints, stay.
+        Returns the job's last record."""
         request = orchestrator_pb.ForgetJobRequest(request_id=new_id("forget"), job_id=self.id)
         return Job.of((await self._stub.ForgetJob(request)).job)
 
@@ -283,24 +284,29 @@ class AsyncJobHandle:
         """
         request = orchestrator_pb.ListTrajectoriesRequest(
             job_id=self.id,
-            page_size=_PAGE,
             text=text,
             agent=agent,
             from_step=from_step,
             to_step=to_step,
             min_reward=min_reward,
             max_reward=max_reward,
+            evaluation=evaluation,
+            failed=failed,
         )
+        async for one in self._list(request, limit):
+            yield await self.trajectory(one.id)
+
+    async def _list(
+        self, request: orchestrator_pb.ListTrajectoriesRequest, limit: int | None
+    ) -> AsyncIterator[Trajectory]:
+        """Yield the newest `limit` trajectories (None: all) that match a request."""
         left = limit
         while left is None or left > 0:
+            request.page_size = _PAGE if left is None else min(_PAGE, left)
             reply = await self._stub.ListTrajectories(request)
-            for one in map(Trajectory.of, reply.trajectories):
-                if evaluation not in (None, one.evaluation) or (failed and one.completed):
-                    continue
-                yield await self.trajectory(one.id)
-                left = None if left is None else left - 1
-                if left == 0:
-                    return
+            for one in reply.trajectories:
+                yield Trajectory.of(one)
+            left = None if left is None else left - len(reply.trajectories)
             request.page_token = reply.next_page_token
             if not reply.next_page_token:
                 return
@@ -317,31 +323,26 @@ class AsyncJobHandle:
     async def trajectories(self, limit: int | None = _PAGE) -> list[Trajectory]:
         """Return the newest `limit` trajectories (None: all that are kept), without their
         conversations."""
-
-        async def fetch(size: int, token: str) -> tuple[list[Trajectory], str]:
-            reply = await self._stub.ListTrajectories(
-                orchestrator_pb.ListTrajectoriesRequest(
-                    job_id=self.id, page_size=size, page_token=token
-                )
-            )
-            return [Trajectory.of(one) for one in reply.trajectories], reply.next_page_token
-
-        return await paged(fetch, limit)
+        request = orchestrator_pb.ListTrajectoriesRequest(job_id=self.id)
+        return [one async for one in self._list(request, limit)]
 
     async def trajectory(self, trajectory_id: str) -> Trajectory:
         """Return one trajectory with the conversation between the agents."""
         reply = await self._stub.GetTrajectory(
             orchestrator_pb.GetTrajectoryRequest(job_id=self.id, trajectory_id=trajectory_id)
         )
-        turns = tuple(Turn.of(turn) for turn in reply.turns)
-        return Trajectory.of(reply.summary, conversation=turns)
+        return Trajectory.with_turns(reply)
 
     async def before_and_after(self, limit: int = 4) -> list[tuple[Trajectory, Trajectory]]:
         """Return pairs of trajectories on the same held-out query, one from the first evaluation
         and one from the newest, with their conversations; for at most the first `limit` queries of
         each evaluation."""
-        listed = [one for one in await self.trajectories(None) if one.evaluation]
-        first = {one.query_id: one for one in reversed(listed) if one.step == 0}
+        request = orchestrator_pb.ListTrajectoriesRequest(job_id=self.id, evaluation=True)
+        # The list may be long; the newest evaluations are at its beginning.
+        listed = [one async for one in self._list(request, _COMPARED)]
+        request.ClearField("page_token")
+        request.to_step = 0
+        first = {one.query_id: one async for one in self._list(request, _COMPARED)}
         pairs = []
         for query_id, before in sorted(first.items(), key=lambda item: _by_number(item[0])):
             # The list begins with the newest; equal numbers have equal seeds.

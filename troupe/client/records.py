@@ -240,12 +240,15 @@ class Turn(Record):
     response_tokens: int
     finish_reason: str
     reward: float | None
+    # The newest policy version that generated one of its tokens.
+    version: int | None = None
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
         """Make a record from the wire."""
         messages = tuple((one.role, one.content) for one in message.messages)
-        return super().of(message, messages=messages, **given)
+        version = max((span.version for span in message.versions), default=None)
+        return super().of(message, messages=messages, version=version, **given)
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,11 @@ class Trajectory(Record, id_from="trajectory_id"):
     seconds: float
     evaluation: bool
     conversation: tuple[Turn, ...] = ()
+
+    @classmethod
+    def with_turns(cls, message: orchestrator_pb.GetTrajectoryResponse) -> Self:
+        """Make a record with its conversation from the wire."""
+        return cls.of(message.summary, conversation=tuple(map(Turn.of, message.turns)))
 
     @property
     def completed(self) -> bool:

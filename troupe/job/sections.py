@@ -523,7 +523,8 @@ class LoggingSpec(Section):
 
     trajectories: int = Field(default=64, ge=0, le=MAX_TRAJECTORIES)
     """Trajectories per step and per evaluation whose conversations are kept for people to read:
-    drawn at random, plus as many failed ones. For the others only numbers are kept."""
+    drawn at random, plus as many failed ones per rollout worker. For the others only numbers are
+    kept. The oldest are deleted when a job's conversations exceed 1 GiB."""
 
     tensorboard: bool = True
     """Write TensorBoard events."""

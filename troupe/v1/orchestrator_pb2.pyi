@@ -1528,6 +1528,8 @@ class ListTrajectoriesRequest(_message.Message):
     TO_STEP_FIELD_NUMBER: _builtins.int
     MIN_REWARD_FIELD_NUMBER: _builtins.int
     MAX_REWARD_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     page_size: _builtins.int
     page_token: _builtins.str
@@ -1542,6 +1544,10 @@ class ListTrajectoriesRequest(_message.Message):
     min_reward: _builtins.float
     """Of the agent, if one is named; else of the team, or the mean over agents."""
     max_reward: _builtins.float
+    evaluation: _builtins.bool
+    """Of evaluations and matches, or of training."""
+    failed: _builtins.bool
+    """Did not complete."""
     def __init__(
         self,
         *,
@@ -1555,11 +1561,15 @@ class ListTrajectoriesRequest(_message.Message):
         to_step: _builtins.int | None = ...,
         min_reward: _builtins.float | None = ...,
         max_reward: _builtins.float | None = ...,
+        evaluation: _builtins.bool | None = ...,
+        failed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_step", b"_from_step", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_to_step", b"_to_step", "from_step", b"from_step", "max_reward", b"max_reward", "min_reward", b"min_reward", "to_step", b"to_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation", "_from_step", b"_from_step", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_to_step", b"_to_step", "evaluation", b"evaluation", "from_step", b"from_step", "max_reward", b"max_reward", "min_reward", b"min_reward", "to_step", b"to_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_step", b"_from_step", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_to_step", b"_to_step", "agent", b"agent", "from_step", b"from_step", "job_id", b"job_id", "max_reward", b"max_reward", "min_reward", b"min_reward", "page_size", b"page_size", "page_token", b"page_token", "reason", b"reason", "text", b"text", "to_step", b"to_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation", "_from_step", b"_from_step", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_to_step", b"_to_step", "agent", b"agent", "evaluation", b"evaluation", "failed", b"failed", "from_step", b"from_step", "job_id", b"job_id", "max_reward", b"max_reward", "min_reward", b"min_reward", "page_size", b"page_size", "page_token", b"page_token", "reason", b"reason", "text", b"text", "to_step", b"to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__evaluation: _TypeAlias = _typing.Literal["evaluation"]  # noqa: Y015
+    _WhichOneofArgType__evaluation: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation"]  # noqa: Y015
     _WhichOneofReturnType__from_step: _TypeAlias = _typing.Literal["from_step"]  # noqa: Y015
     _WhichOneofArgType__from_step: _TypeAlias = _typing.Literal["_from_step", b"_from_step"]  # noqa: Y015
     _WhichOneofReturnType__max_reward: _TypeAlias = _typing.Literal["max_reward"]  # noqa: Y015
@@ -1568,6 +1578,8 @@ class ListTrajectoriesRequest(_message.Message):
     _WhichOneofArgType__min_reward: _TypeAlias = _typing.Literal["_min_reward", b"_min_reward"]  # noqa: Y015
     _WhichOneofReturnType__to_step: _TypeAlias = _typing.Literal["to_step"]  # noqa: Y015
     _WhichOneofArgType__to_step: _TypeAlias = _typing.Literal["_to_step", b"_to_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluation) -> _WhichOneofReturnType__evaluation | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__from_step) -> _WhichOneofReturnType__from_step | None: ...
     @_typing.overload

@@ -246,8 +246,8 @@ class Jobs:
             return replace(record, tags=tags, notes=text)
 
     async def forget(self, job_id: str) -> JobRecord:
-        """Delete an ended job from Redis and the other services, but not its directory. Returns the
-        deleted record.
+        """Delete an ended job from Redis and the other services, and its conversations, but not the
+        other files of its directory. Returns the deleted record.
 
         Raises `FailedPrecondition` while the job has not ended.
         """
@@ -267,6 +267,7 @@ class Jobs:
             await delete_states(self._shared, job_id)
             if self._catalogue is not None:
                 await self._catalogue.release(job_id)
+            await self._shared.trajectories.delete(job_id)
             await self._shared.store.delete(job_id)
             await self._guard.clear(job_id)
             return record

@@ -67,8 +67,6 @@ class EvaluationRunner:
         self._rewards = RewardsByQuery(job.spec.agents)
         trajectories = job.shared.trajectories
         self._recent = trajectories.buffer(job.job_id, step, "evaluate")
-        self._compared = trajectories.buffer(job.job_id, step, "after" if step else "before")
-        self._compared_ids: frozenset[str] = frozenset()
         # Versions that generated its turns, by policy.
         self._versions: defaultdict[str, set[int]] = defaultdict(set)
 
@@ -85,9 +83,6 @@ class EvaluationRunner:
             samples=self._spec.samples,
             name=self._set,
         )
-        self._compared_ids = frozenset(
-            query.trajectory_ids[0] for query in plan[: admission.COMPARED]
-        )
         deadline = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
         batch = TicketBatch(self._step, deadline, self._on_end)
         groups = (evaluation_tickets(query, self._set) for query in plan)
@@ -95,7 +90,6 @@ class EvaluationRunner:
             await run_batch(self._dispatch, batch, groups, self._show_progress())
         finally:
             await self._recent.flush()
-            await self._compared.flush()
         await report_failures(self._job, self._name, self.tally, self._total)
         solved = await asyncio.to_thread(self._solved.values)
         intervals = self._rewards.intervals()
@@ -120,8 +114,7 @@ class EvaluationRunner:
         self.tally.add(event)
         self._solved.add(event)
         self._rewards.add(event)
-        compared = event.trajectory_id in self._compared_ids
-        (self._compared if compared else self._recent).add(event)
+        self._recent.add(event)
         for turn in event.turns:
             self._versions[turn.policy].update(span.version for span in turn.versions)
         check_failures(self._job, self._name, self.tally, self._total)
@@ -136,6 +129,7 @@ class EvaluationRunner:
                 total=self._total,
             )
             await asyncio.sleep(self._job.shared.settings.activity_seconds)
+            await self._recent.flush()
 
 
 class SolvedQueries:

@@ -206,7 +206,7 @@ class StepRunner:
         # Failures before a restart: a resumed job must not fail because of them again, since their
         # cause may be fixed.
         self._forgiven = 0
-        # Trajectories that ended before a restart and are no longer kept.
+        # Trajectories that ended before a restart and are not kept.
         self._unseen = 0
         self._commits: dict[str, store_pb.StepCommit] = {}
         self._committed = {policy: asyncio.Event() for policy in job.spec.trained_policies}

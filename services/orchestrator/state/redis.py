@@ -27,9 +27,6 @@ def host_use_rows(rows: int) -> str:
     return f"{_PREFIX}:hosts:{rows}"
 
 
-# Kept separately, so that training does not displace evaluations and matches, and later evaluations
-# do not displace the first one ("before"), with which the newest ones ("after") are compared.
-TRAJECTORY_KINDS: Final = ("train", "evaluate", "match", "before", "after")
 # Stored tokens of some trajectories, from rollout and from trainers.
 TOKEN_KINDS: Final = ("tokens", "trained")
 
@@ -104,12 +101,12 @@ class JobKeys:
             self.population,
             *self.matches,
             self.answers,
-            *(key for kind in (*TRAJECTORY_KINDS, *TOKEN_KINDS) for key in self.trajectories(kind)),
+            *(key for kind in TOKEN_KINDS for key in self.trajectories(kind)),
         ]
 
     def trajectories(self, kind: str) -> tuple[str, str, str]:
-        """Return the recent trajectories of a kind: order (list), summaries and full ones
-        (hashes)."""
+        """Return the stored tokens of a kind: their order (list), and hashes of which the first is
+        unused and the second has the tokens."""
         base = f"{self.base}:trajectories:{kind}"
         return base, f"{base}:summaries", f"{base}:full"
 

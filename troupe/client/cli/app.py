@@ -33,6 +33,7 @@ from troupe.client.cli.failures import FAILED, HintingGroup, explain
 from troupe.client.cli.functions import app as functions
 from troupe.client.cli.jobs.commands import app as jobs
 from troupe.client.cli.jobs.commands import generate, submit
+from troupe.client.cli.jobs.conversations import conversations
 from troupe.client.cli.jobs.evaluate import evaluate
 from troupe.client.cli.jobs.population import app as population
 from troupe.client.cli.jobs.samples import app as samples
@@ -584,6 +585,7 @@ app.add_typer(jobs, name="jobs")
 app.add_typer(functions, name="functions")
 app.add_typer(samples, name="samples")
 app.add_typer(population, name="population")
+app.command("conversations")(conversations)
 app.command("generate")(generate)
 app.command("export")(export)
 app.add_typer(specification, name="job")

@@ -421,10 +421,12 @@ def spec(
 def forget(
     job_id: options.JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
 ) -> None:
-    """Delete an ended job from the cluster's memory: its record, log, metrics, trajectories, rows
-    and weights. Files in its directory, such as checkpoints, stay."""
+    """Delete an ended job from the cluster's memory: its record, log, metrics, rows and weights;
+    and its conversations. Other files in its directory, such as checkpoints, stay."""
     job = call(cluster, data_dir, lambda client: client.job(job_id).forget())
-    Console().print(f"{job.id} is forgotten; its files stay in {job.directory}", highlight=False)
+    Console().print(
+        f"{job.id} is forgotten; its checkpoints stay in {job.directory}", highlight=False
+    )
 
 
 def job_values(job: Job) -> dict[str, Any]:

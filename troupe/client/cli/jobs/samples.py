@@ -1,4 +1,4 @@
-"""`troupe samples ...`: count, list and export a job's rows in the experience store."""
+"""`troupe samples ...`: count and export a job's rows in the experience store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
-from troupe.client.cli.options import call, duration, make_table, score, size
+from troupe.client.cli.options import call, duration, make_table, size
 from troupe.client.handle import AsyncJobHandle
 from troupe.client.records import Sample
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
@@ -24,16 +24,19 @@ from troupe.storage import place_at
 # Rows per Parquet row group: enough to compress well, few enough to hold in memory.
 _GROUP_ROWS: Final = 1000
 
-app = typer.Typer(help="Inspect the rows that policies are trained on.", no_args_is_help=True)
+app = typer.Typer(
+    help="Count and export the rows that policies are trained on. Texts: `troupe conversations`.",
+    no_args_is_help=True,
+)
 Policy = Annotated[
     str | None,
     typer.Option(help="Policy, or an agent that it plays; default: every trained policy."),
 ]
 Step = Annotated[
-    int | None, typer.Option(min=0, max=2**63 - 1, help="Show only this step, counted from 0.")
+    int | None, typer.Option(min=0, max=2**63 - 1, help="Only this step, counted from 0.")
 ]
 State = Annotated[
-    str | None, typer.Option(help="Show only pending, ready, claimed, trained or dropped rows.")
+    str | None, typer.Option(help="Only pending, ready, claimed, trained or dropped rows.")
 ]
 
 
@@ -79,46 +82,6 @@ def counts(
         f"{full}",
         highlight=False,
     )
-
-
-@app.command("list")
-def list_samples(
-    job_id: options.JobId,
-    policy: Policy = None,
-    step: Step = None,
-    state: State = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows.")] = 50,
-    as_json: options.AsJson = False,
-    cluster: options.ClusterAddress = None,
-    data_dir: options.DataDir = None,
-) -> None:
-    """List rows, oldest step first."""
-
-    async def fetch(client: AsyncClient) -> list[Sample]:
-        found: list[Sample] = []
-        async for sample in _slice(client.job(job_id), policy, step, state):
-            found.append(sample)
-            if len(found) >= limit:
-                break
-        return found
-
-    found = call(cluster, data_dir, fetch)
-    if as_json:
-        print(json.dumps([dataclasses.asdict(sample) for sample in found]))
-        return
-    grid = make_table(("sample", "policy", "agent", "state", "reward", "version", "tokens"))
-    for one in found:
-        there = one.prompt_ids is not None and one.response_ids is not None
-        grid.add_row(
-            escape(one.id),
-            escape(one.policy),
-            escape(one.agent),
-            one.state,
-            score(one.reward),
-            "-" if one.version is None else str(one.version),
-            f"{len(one.prompt_ids or [])}+{len(one.response_ids or [])}" if there else "freed",
-        )
-    Console().print(grid)
 
 
 @app.command()
