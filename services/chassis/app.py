@@ -257,7 +257,7 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
     values = read_settings(settings, name) if isinstance(settings, type) else settings
     if values is None:
         return 2
-    refuse_own_end()
+    refuse_own_end(values.parent_pid)
     refuse_breakpoints(DEBUG_REMEDY)
     _set_thread_budget(values.threads)
     _set_compile_cache()
@@ -341,12 +341,13 @@ def _set_from_thread(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> No
         loop.call_soon_threadsafe(stop.set)
 
 
-def refuse_own_end() -> None:
-    """Forbid code of this process to send terminating signals to it or to its supervisor.
+def refuse_own_end(supervisor: int | None = None) -> None:
+    """Forbid code of this process to send terminating signals to it, to its parent or to its
+    supervisor.
 
     Otherwise a job's code could end one worker after another, as if an operator had stopped them.
     """
-    protected = {0, -1, os.getpid(), os.getppid(), os.getpgrp()}
+    protected = {0, -1, os.getpid(), os.getppid(), os.getpgrp(), supervisor}
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("os.kill", "os.killpg"):

@@ -41,10 +41,10 @@ def watch_parent(pid: int, gone: Callable[[], None]) -> None:
 
 
 def _watch(parent: psutil.Process, gone: Callable[[], None]) -> None:
-    # A zombie parent still "runs", but its children have another parent by then.
-    direct = os.getppid() == parent.pid
-    while parent.is_running() and (not direct or os.getppid() == parent.pid):
-        time.sleep(_PERIOD_SECONDS)
+    # A zombie still "runs".
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(_PERIOD_SECONDS)
     gone()
     time.sleep(_GIVE_UP_SECONDS)
     os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -144,3 +145,16 @@ def test_a_service_stops_when_its_parent_is_gone(launch: Launch, tmp_path: Path)
     parent.kill()
     parent.wait()
     block_until(lambda: not port_file.exists() and not runs(child))
+
+
+def test_a_supervisor_that_nobody_has_waited_for_counts_as_gone() -> None:
+    program = (
+        "import subprocess, sys, threading\n"
+        "from services.chassis.process import watch_parent\n"
+        "ended = subprocess.Popen(['sleep', '600'])\n"
+        "gone = threading.Event()\n"
+        "watch_parent(ended.pid, gone.set)\n"
+        "ended.kill()\n"
+        f"sys.exit(0 if gone.wait({PATIENCE}) else 1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=2 * PATIENCE).returncode == 0

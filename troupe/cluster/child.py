@@ -25,7 +25,8 @@ from troupe.cluster.errors import ChildFailed, ChildNotReady, DiskFull
 from troupe.cluster.layout import ChildSpec
 from troupe.devices import pin
 from troupe.disks import SLOWEST_BYTES_PER_SECOND, shortage
-from troupe.processes.ending import exit_text, signal_group, stop_process_async
+from troupe.processes.ending import AsyncProcess, exit_text, signal_group, stop_process_async
+from troupe.processes.forked import ForkServer
 from troupe.processes.tether import tethered
 
 # Seconds before the first restart: short, so that callers' retries bridge the gap.
@@ -64,15 +65,25 @@ class ChildState(StrEnum):
 class Child:
     """A child process: started from `spec` and kept alive. Use it from one event loop."""
 
-    def __init__(self, spec: ChildSpec, log: Path, changed: Callable[[Child, str], None]) -> None:
-        """Call `changed(child, event)` after each change; `event` is a text for people or empty."""
+    def __init__(
+        self,
+        spec: ChildSpec,
+        log: Path,
+        changed: Callable[[Child, str], None],
+        forks: ForkServer | None = None,
+    ) -> None:
+        """Call `changed(child, event)` after each change; `event` is a text for people or empty.
+
+        `forks` starts a child that has modules to preload, while it runs.
+        """
         self.spec = spec
+        self._forks = forks
         self.log = log
         self.state = ChildState.IDLE
         self.restarts = 0
         self.pid: int | None = None
         self._changed = changed
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: AsyncProcess | None = None
         self._deaths: deque[float] = deque()
         self._launches = 0
 
@@ -166,8 +177,15 @@ class Child:
             pin(self.pid, self.spec.devices)
         self._changed(self, "")
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _spawn(self) -> AsyncProcess:
         with logs.open_log(self.log, f"{self.spec.name} start {self._launches}") as log:
+            if self._forks is not None and self.spec.preload:
+                # Without a fork server, or when it is too slow, the process starts by itself.
+                with suppress(OSError):
+                    async with asyncio.timeout(self.spec.start_seconds):
+                        return await self._forks.fork(
+                            self.spec.module, self._environment(), self.log, self.spec.preload
+                        )
             return await asyncio.create_subprocess_exec(
                 *tethered(self.spec.command),
                 env=self._environment(),
@@ -182,11 +200,7 @@ class Child:
             )
 
     def _environment(self) -> dict[str, str]:
-        inherited = dict(os.environ)
-        if not self.spec.tls:
-            # TLS settings are for calls to other machines.
-            inherited = {k: v for k, v in os.environ.items() if not k.startswith("TROUPE_TLS_")}
-        environment = inherited | dict(self.spec.environment)
+        environment = self.spec.full_environment()
         if worker := environment.get("TROUPE_WORKER_ID"):
             # The orchestrator regards a restarted worker as a new one.
             environment["TROUPE_WORKER_ID"] = f"{worker}-{self._launches}"

@@ -59,6 +59,15 @@ _AFTER: Mapping[str, tuple[str, ...]] = {
     "trainer": ("experience_store", "orchestrator"),
     "control_panel": ("orchestrator",),
 }
+# The modules that each kind of service imports when it starts. The light ones are common to all.
+_PRELOAD: Mapping[str, tuple[str, ...]] = {
+    "experience_store": ("uvloop", "services.chassis.app", "services.experience_store.server"),
+    "reward": ("services.chassis.app", "services.reward.server"),
+    "orchestrator": ("uvloop", "services.chassis.app", "services.orchestrator.server"),
+    "control_panel": ("services.control_panel.app",),
+    "rollout": ("torch", "services.rollout.server", "services.rollout.engines.embedded"),
+    "trainer": ("torch", "services.trainer.server"),
+}
 _COPIES = "TROUPE_TRAINER_STATE_REPLICAS"
 # The services whose addresses others need, in the order of `HeadAddresses`.
 _CALLED = ("orchestrator", "experience_store", "reward")
@@ -76,6 +85,10 @@ class ChildSpec:
     # "host:port" for other processes and people.
     address: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    # The module that the command runs, and modules that it imports when it starts. With these, it
+    # is forked from a process that has imported them, if this system can do that.
+    module: str = ""
+    preload: tuple[str, ...] = ()
     # The devices whose NUMA nodes it runs on.
     devices: tuple[Device, ...] = ()
     # Whether it keeps this process's TLS settings; servers on loopback do not need them.
@@ -93,6 +106,14 @@ class ChildSpec:
     # Number of deaths within two minutes before it is given up, and the longest restart pause.
     max_restarts: int = 6
     max_backoff_seconds: float = 8.0
+
+    def full_environment(self) -> dict[str, str]:
+        """Return its environment with the variables that it inherits from this process."""
+        inherited = dict(os.environ)
+        if not self.tls:
+            # TLS settings are for calls to other machines.
+            inherited = {k: v for k, v in os.environ.items() if not k.startswith("TROUPE_TLS_")}
+        return inherited | dict(self.environment)
 
 
 def service_names(settings: ClusterSettings, devices: NodeDevices | None = None) -> list[str]:
@@ -203,6 +224,10 @@ def plan(
             ChildSpec(
                 name=name,
                 command=(sys.executable, "-m", f"services.{module}"),
+                module=f"services.{module}",
+                # A driver's state does not survive a fork, so workers with devices start by
+                # themselves: no import of theirs may open a device before.
+                preload=() if given and module in _WORKERS else _PRELOAD[module],
                 probe=Probe(ProbeKind.HTTP if panel else ProbeKind.GRPC, address),
                 address=address,
                 metrics_address=join_address(settings.reachable_host, metrics_port),

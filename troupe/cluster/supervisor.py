@@ -9,10 +9,12 @@ from pathlib import Path
 
 from troupe.cluster.child import GROUP_EXIT_SECONDS, Child
 from troupe.cluster.layout import ChildSpec
-from troupe.cluster.logs import CHECK_SECONDS, SUPERVISOR_LOG, rotate
+from troupe.cluster.logs import CHECK_SECONDS, SUPERVISOR_LOG, open_log, rotate
+from troupe.processes.forked import ForkServer, can_fork
 from troupe.rpc.errors import TroupeError
 
 _log = logging.getLogger(__name__)
+_FORK_LOG = "fork-server.log"
 
 
 class Supervisor:
@@ -26,10 +28,14 @@ class Supervisor:
     ) -> None:
         """Call `changed(child, event)` whenever a child changes; `event` is a text for people."""
         _check_order(specs)
+        self._forks = _fork_server(specs)
         self.children = {
-            spec.name: Child(spec, log_dir / f"{spec.name}.log", changed) for spec in specs
+            spec.name: Child(spec, log_dir / f"{spec.name}.log", changed, self._forks)
+            for spec in specs
         }
-        self._logs = [child.log for child in self.children.values()] + [log_dir / SUPERVISOR_LOG]
+        self._fork_log = log_dir / _FORK_LOG
+        self._logs = [child.log for child in self.children.values()]
+        self._logs += [self._fork_log, log_dir / SUPERVISOR_LOG]
         self._rotating: asyncio.Task[None] | None = None
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._failure: asyncio.Future[TroupeError] | None = None
@@ -52,6 +58,7 @@ class Supervisor:
             ready[child.spec.name].set()
 
         try:
+            await self._start_forks()
             async with asyncio.TaskGroup() as group:
                 for child in self.children.values():
                     group.create_task(bring_up(child))
@@ -73,6 +80,8 @@ class Supervisor:
         await self._stop_rotating()
         for level in reversed(levels([c.spec for c in self.children.values()])):
             await asyncio.gather(*(self.children[name].stop() for name in level))
+        if self._forks is not None:
+            await self._forks.stop()
 
     async def kill(self) -> None:
         """Kill all children at once, as a power cut does."""
@@ -83,6 +92,8 @@ class Supervisor:
         await self._stop_rotating()
         # Repeat for a child that was just restarting.
         await asyncio.gather(*(child.kill() for child in self.children.values()))
+        if self._forks is not None:
+            await self._forks.stop()
 
     async def park(self, name: str) -> None:
         """Stop a child until `unpark`."""
@@ -100,6 +111,15 @@ class Supervisor:
             self._give_up(error)
         else:
             self._watch(child)
+
+    async def _start_forks(self) -> None:
+        if self._forks is None:
+            return
+        try:
+            with open_log(self._fork_log, "fork server start") as log:
+                await self._forks.start(log)
+        except OSError as error:
+            _log.warning("services start without a fork server: %s", error)
 
     def _watch(self, child: Child) -> None:
         name = child.spec.name
@@ -139,6 +159,18 @@ class Supervisor:
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_result(error)
+
+
+def _fork_server(specs: Sequence[ChildSpec]) -> ForkServer | None:
+    """Return a fork server for the children that have modules to preload; None without such, or
+    where it cannot work."""
+    forked = [spec for spec in specs if spec.preload]
+    if not forked or not can_fork():
+        return None
+    modules = dict.fromkeys(module for spec in forked for module in spec.preload)
+    # Numerical libraries read their number of threads when they are imported: take the workers'.
+    threaded = max(forked, key=lambda spec: int(spec.environment.get("OMP_NUM_THREADS", "0")))
+    return ForkServer(list(modules), threaded.full_environment())
 
 
 def longest_stop(specs: Sequence[ChildSpec]) -> float:

@@ -10,13 +10,34 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     import asyncio
 
 # How long a killed process may take to end: it may be waiting for a disk or a device.
 _KILLED_SECONDS: Final = 30.0
+
+
+class AsyncProcess(Protocol):
+    """A process that an event loop waits for: asyncio's, or one from a fork server."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+
+    async def wait(self) -> int:
+        """Wait for the end; return the exit status."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
 
 
 def stop_process(process: subprocess.Popen[Any], seconds: float, *, group: bool = False) -> int:
@@ -39,11 +60,9 @@ def stop_process(process: subprocess.Popen[Any], seconds: float, *, group: bool 
     return process.wait(_KILLED_SECONDS)
 
 
-async def stop_process_async(
-    process: asyncio.subprocess.Process, seconds: float, *, group: bool = False
-) -> int:
-    """Stop an asyncio process as `stop_process` does. Raises TimeoutError if it does not end even
-    when killed."""
+async def stop_process_async(process: AsyncProcess, seconds: float, *, group: bool = False) -> int:
+    """Stop a process of an event loop as `stop_process` does. Raises TimeoutError if it does not
+    end even when killed."""
     import asyncio
 
     with contextlib.suppress(ProcessLookupError):

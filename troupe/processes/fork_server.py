@@ -1,0 +1,210 @@
+"""A process that imports modules once and forks programs that need them.
+
+    python -m troupe.processes.fork_server FD MODULE...
+
+The server imports the modules, those that a request waits for first. On FD, a Unix socket of whole
+messages, it receives `ForkRequest`s as JSON, forks a child for each as soon as the modules that the
+request names are imported, and answers `{"forked": request id, "pid": ...}` with a pidfd of the
+child, and `{"ended": pid, "status": ...}` when a child ends. The child runs its module as
+`python -m` does.
+
+A fork copies one thread only, so the modules must not start threads when imported. The server
+itself has none and never calls what it has imported. When the socket is closed, its owner has
+ended: the server sends SIGTERM to its children and exits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+# The kernel accepts messages of about 200 KiB on such a socket by default.
+MOST_BYTES: Final = 1 << 20
+_HANDLED: Final = (signal.SIGCHLD, signal.SIGTERM)
+# A parameter of mallopt, from malloc.h.
+_ARENA_MAX: Final = -8
+# Fields of /proc/self/stat after the program's name: proc(5), arg_start and arg_end.
+_ARGUMENT_FIELDS: Final = slice(45, 47)
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """The program that a child becomes."""
+
+    id: int
+    module: str
+    environment: dict[str, str]
+    """The whole environment."""
+    log: str
+    """File to which its output is appended."""
+    needs: tuple[str, ...]
+    """Modules that the server imports before it forks."""
+
+
+class _Server:
+    """The loop of the server: imports, requests, ended children."""
+
+    def __init__(self, control: socket.socket, modules: list[str]) -> None:
+        self._control = control
+        self._unimported = list(modules)
+        self._waiting: list[ForkRequest] = []
+        self._children: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+
+    def run(self) -> ForkRequest | None:
+        """Serve; return a request in the child forked for it, None in the server at its end."""
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
+        for number in _HANDLED:
+            signal.signal(number, lambda number, frame: None)
+        for source in (self._control, self._wake):
+            self._selector.register(source, selectors.EVENT_READ)
+        while True:
+            if (request := self._fork_ready()) is not None:
+                return request
+            events = self._selector.select(0 if self._unimported else None)
+            ready = {key.fileobj for key, _ in events}
+            if self._wake in ready and signal.SIGTERM in self._wake.recv(4096):
+                break
+            self._reap()
+            if self._control in ready and not self._receive():
+                break
+            if not ready and self._unimported:
+                self._import_next()
+        for child in self._children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+        return None
+
+    def _receive(self) -> bool:
+        """Keep the next request; return False when the owner has closed the socket."""
+        try:
+            message = self._control.recv(MOST_BYTES)
+        except ConnectionError:
+            return False
+        if not message:
+            return False
+        values = json.loads(message)
+        self._waiting.append(ForkRequest(**{**values, "needs": tuple(values["needs"])}))
+        return True
+
+    def _fork_ready(self) -> ForkRequest | None:
+        """Fork the children whose modules are imported; return the request in a child."""
+        for request in list(self._waiting):
+            if not set(request.needs).isdisjoint(self._unimported):
+                continue
+            self._waiting.remove(request)
+            # Objects that exist now stay: without this, the children's collections would write to
+            # all of them, and so copy the pages that they share.
+            gc.freeze()
+            # A child must not lose a signal that comes before it has its own handlers.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for number in _HANDLED:
+                    signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+            if pid == 0:
+                for inherited in (self._control, self._wake, self._woken, self._selector):
+                    inherited.close()
+                return request
+            self._children.add(pid)
+            # Not reaped yet, so the number still is this child's.
+            descriptor = os.pidfd_open(pid)
+            self._tell({"forked": request.id, "pid": pid}, [descriptor])
+            os.close(descriptor)
+        return None
+
+    def _import_next(self) -> None:
+        """Import one module: the next that a request waits for, else the next in order."""
+        wanted = (name for request in self._waiting for name in request.needs)
+        module = next((name for name in wanted if name in self._unimported), self._unimported[0])
+        self._unimported.remove(module)
+        try:
+            importlib.import_module(module)
+        except Exception:
+            # The program that needs it meets the same error and reports it.
+            print(f"{module} cannot be imported:", file=sys.stderr)
+            traceback.print_exc()
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._children.discard(pid)
+            self._tell({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _tell(self, message: dict[str, int], descriptors: list[int] | None = None) -> None:
+        with suppress(ConnectionError):  # the owner has ended: the next receive says so
+            socket.send_fds(self._control, [json.dumps(message).encode()], descriptors or [])
+
+
+def _become(request: ForkRequest) -> None:
+    """Turn this forked process into the program of `request`, and run it to its end."""
+    os.setsid()
+    log = os.open(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for output in (1, 2):
+        os.dup2(log, output)
+    os.close(log)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ.clear()
+    os.environ.update(request.environment)
+    _show_as(f"{sys.executable} -m {request.module}")
+    _apply_environment(threads)
+    sys.argv[:] = sys.argv[:1]
+    gc.enable()
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+
+
+def _apply_environment(threads: str | None) -> None:
+    """Apply the variables that libraries have read before the fork, with the server's values."""
+    if arenas := os.environ.get("MALLOC_ARENA_MAX"):
+        with suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).mallopt(_ARENA_MAX, int(arenas))
+    modules: dict[str, Any] = sys.modules  # type: ignore[assignment]
+    own = os.environ.get("OMP_NUM_THREADS")
+    if own is not None and own != threads and "torch" in modules:
+        modules["torch"].set_num_threads(int(own))
+    if "numpy.random" in modules:
+        modules["numpy"].random.seed()  # else all children draw the same numbers
+
+
+def _show_as(command: str) -> None:
+    """Show `command` as this process's arguments in `ps`, as far as the server's leave room."""
+    with suppress(OSError, ValueError):
+        stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        start, end = map(int, stat.rpartition(")")[2].split()[_ARGUMENT_FIELDS])
+        words = command.encode().replace(b" ", b"\0") + b"\0"
+        ctypes.memmove(start, words[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def main() -> None:
+    """Serve; in a child, run its program."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    # Collections take a tenth of the time of imports. Children enable them again.
+    gc.disable()
+    request = _Server(control, sys.argv[2:]).run()
+    if request is not None:
+        _become(request)
+
+
+if __name__ == "__main__":
+    main()
