@@ -12,7 +12,7 @@ import structlog
 from services.chassis.model_files import ModelFiles
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import DeviceSpeed
-from services.rollout.garbage import settle
+from services.rollout.garbage import exempt_new
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.program import JobProgram
 from services.rollout.rewards import JobFunctions
@@ -256,7 +256,7 @@ class Preparation:
             await asyncio.gather(*(p.release("preparation failed") for p in policies.values()))
             raise
         if computes_here(spec):
-            settle()
+            exempt_new()
         log.info(
             "job prepared",
             job_id=job_id,

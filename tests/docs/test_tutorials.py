@@ -19,7 +19,9 @@ import pytest
 import yaml
 
 from tests.support.tutorials import code_blocks
+from troupe.cluster.daemon import stop_running
 from troupe.cluster.settings import DEFAULT_PANEL_PORT
+from troupe.cluster.state import running_state
 from troupe.job import parse_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +65,9 @@ def panel_port() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the reader stands; `bin` has `troupe`, `pip` and `python` of this checkout."""
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the reader stands; `bin` has `troupe`, `pip` and `python` of this checkout. Jobs of all
+    pages run on the cluster that the first one leaves."""
     here = tmp_path_factory.mktemp("reader")
     (here / "bin").mkdir()
     (here / "bin/pip").write_text(PIP.format(python=sys.executable, extras=sorted(EXTRAS)))
@@ -74,7 +77,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     for command in ("pip", "troupe", "python"):
         (here / "bin" / command).chmod(0o755)
-    return here
+    yield here
+    if running_state(here / "runs") is not None:  # pages were run alone, or one has failed
+        stop_running(here / "runs")
 
 
 def run(script: str, place: Path) -> str:
@@ -117,6 +122,16 @@ def test_only_the_demo_is_run_with_fewer_steps_than_its_page_says() -> None:
     texts = [block.text for page in PAGES for block in code_blocks(FOLDER / f"{page}.md")]
     shortened = [text for text in texts if "pipeline.steps=" in text]
     assert [text.split()[:2] for text in shortened] == [["troupe", "demo"]]
+
+
+def test_the_jobs_of_all_pages_share_one_cluster_which_the_last_page_stops() -> None:
+    pages = [page for page in PAGES if page != "gpu"]  # needs another machine
+    texts = [block.text for page in pages for block in code_blocks(FOLDER / f"{page}.md")]
+    commands = [line for text in texts for line in text.splitlines()]
+    trained = [line for line in commands if line.startswith("troupe train ")]
+    assert len(trained) >= 5
+    assert all("--keep-up" in line for line in trained[:-1])
+    assert commands[commands.index(trained[-1]) + 1] == "troupe down"
 
 
 def check_learned(printed: str) -> None:

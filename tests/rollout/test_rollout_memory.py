@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.garbage import collect_seldom, collect_survivors
+from services.rollout.garbage import collect_seldom, collect_survivors, exempt_new
 from tests.rollout.house import House, evaluation
 
 # Objects of one collection: 0.4 to 1.3 us each, so at most 33 ms.
@@ -47,6 +47,17 @@ def test_no_collection_walks_more_than_is_new(collections: list[tuple[int, int]]
     assert waiting
     assert {generation for generation, _ in collections} == {0}  # nothing is walked twice
     assert max(walked for _, walked in collections) <= WALKED
+
+
+def test_a_jobs_start_walks_no_imported_object(collections: list[tuple[int, int]]) -> None:
+    collect_seldom()
+    frozen = gc.get_freeze_count()
+    left, kept = weakref.ref(_Cycle()), _Cycle()
+    collections.clear()
+    exempt_new()
+    assert left() is None
+    assert kept.itself is kept
+    assert sum(walked for _, walked in collections) <= WALKED < frozen < gc.get_freeze_count()
 
 
 def test_cycles_that_a_trajectory_leaves_still_go(collections: list[tuple[int, int]]) -> None:

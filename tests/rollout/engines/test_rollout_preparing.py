@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from services.rollout import job_setup, jobs
 from services.rollout.engines.weights import skeleton
-from services.rollout.job_setup import settle
+from services.rollout.garbage import exempt_new, settle
 from tests.rollout.house import CONFIG, PLAYS, House, make_spec, tokenizer_path
 from tests.workflow.stage import make_tokenizer
 from troupe.job import JobSpec
@@ -146,8 +146,8 @@ async def test_models_of_released_jobs_do_not_pile_up(
         return model
 
     monkeypatch.setattr("services.rollout.engines.embedded.skeleton", noted)
-    for module in (jobs, job_setup):
-        monkeypatch.setattr(module, "settle", settle)  # as services do
+    monkeypatch.setattr(jobs, "settle", settle)  # as services do
+    monkeypatch.setattr(job_setup, "exempt_new", exempt_new)
     for _ in range(3):
         await house.prepare("one_turn")
         await house.run_one()
