@@ -42,6 +42,8 @@ LOOP_BUCKETS: Final = (
 )
 # Interval of checks of a busy event loop, short compared with relevant stalls.
 _LOOK_SECONDS: Final = 0.025
+# How long a client of `/metrics` may be silent.
+_SILENCE_SECONDS: Final = 10.0
 # Interval for an idle event loop, which each check wakes: forty checks per second took 0.4 % of a
 # core in every idle service.
 _IDLE_LOOK_SECONDS: Final = 0.1
@@ -94,6 +96,11 @@ class Telemetry:
         try:
             self._httpd, _ = start_http_server(
                 settings.metrics_port, settings.host, registry=self.registry
+            )
+            # By default a silent client keeps its thread and its open file forever.
+            handler = self._httpd.RequestHandlerClass
+            self._httpd.RequestHandlerClass = type(
+                handler.__name__, (handler,), {"timeout": _SILENCE_SECONDS}
             )
         except OSError as error:
             raise port_error(

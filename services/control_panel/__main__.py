@@ -13,6 +13,7 @@ from services.chassis.settings import read_settings
 from services.control_panel.access import PanelSettings
 from services.control_panel.app import create_app
 from troupe.disks import replace_file
+from troupe.http_connections import bounded_protocol, most_idle
 from troupe.rpc.addresses import listen
 from troupe.rpc.errors import InvalidArgument, TroupeError, port_error
 
@@ -44,6 +45,7 @@ def main() -> int:
         create_app(
             settings.orchestrator_address, token, settings.client(), hosts=settings.host_names
         ),
+        http=bounded_protocol(most_idle()),
         log_level=settings.log_level,
         access_log=False,
         # An open event stream would keep the process from ending.

@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.chassis.app import RunningServer, serve
 from services.chassis.settings import ServiceSettings
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import (
     NO_RETRY,
     AlreadyExists,
@@ -352,6 +352,16 @@ async def test_metrics_and_slow_calls(stub, server, caplog) -> None:
     assert f'troupe_rpc_seconds_count{{code="NOT_FOUND",kind="unary",{method}}} 1.0' in page
     assert f"troupe_rpc_in_flight{{{method}}} 0.0" in page
     assert "process_resident_memory_bytes" in page
+
+
+async def test_a_silent_client_of_the_metrics_is_not_kept(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.chassis.telemetry._SILENCE_SECONDS", 0.05)
+    async with serve(echo, ServiceSettings()) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.metrics_port)
+        assert await asyncio.wait_for(reader.read(), PATIENCE) == b""
+        writer.close()
 
 
 async def test_slow_calls_are_told_and_ids_are_bound(echo: Echo, caplog) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,11 @@ def test_a_file_that_is_gone_is_refused_where_a_redis_has_run(tmp_path: Path) ->
     assert data.mend(expected=False) == ""
     with pytest.raises(RedisDataDamaged, match="is missing"):
         data.mend()
-    data.home.rmdir()  # as the error's remedy says
+    data.path.touch()
+    assert data.mend(expected=False) == ""
+    with pytest.raises(RedisDataDamaged, match="is empty"):
+        data.mend()
+    shutil.rmtree(data.home)  # as the error's remedy says
     assert data.mend() == ""
 
 

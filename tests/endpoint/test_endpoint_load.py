@@ -185,6 +185,48 @@ async def test_half_sent_bodies_of_one_trajectory_do_not_keep_the_others_out(
             writer.close()
 
 
+IDLE = {
+    "silent": b"",
+    "half a head": b"POST /t/x/solver/v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
+    "kept for a next request": b"GET /t/x/solver/v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("how", IDLE)
+async def test_connections_without_a_request_do_not_use_up_the_open_files(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("troupe.endpoint.server.most_idle", lambda: 8)
+    paced = Paced()
+    busy = Agents({"solver": agents_of(Gate())["solver"].role}, paced, seed=1)
+    async with (
+        served(agents_of(Gate()), busy) as (one, other),
+        httpx.AsyncClient(timeout=PATIENCE) as client,
+    ):
+        asked = [
+            asyncio.create_task(client.post(other + "/chat/completions", json=SHORT))
+            for _ in range(12)
+        ]
+        await until(lambda: paced.asked == 12)
+        at = urlsplit(one)
+        opened = []
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection(at.hostname, at.port)
+            writer.write(IDLE[how])
+            opened.append((reader, writer))
+            if how.startswith("kept"):
+                await reader.readuntil(b"}}")
+        closed = [asyncio.create_task(reader.read()) for reader, _ in opened]
+        ended, _ = await asyncio.wait(closed[:12], timeout=PATIENCE)
+        assert len(ended) == 12
+        assert not any(one.done() for one in closed[12:])
+        paced.go_on.set()
+        assert {(await answer).status_code for answer in asked} == {200}
+        for _, writer in opened:
+            writer.close()
+        await asyncio.wait(closed, timeout=PATIENCE)
+
+
 class Paced:
     """A backend whose turns end when the test says so."""
 
