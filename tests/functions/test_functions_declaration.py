@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import troupe
 from tests.functions import declared
 from troupe.functions import Declaration, DeclarationError, declaration_of
-from troupe.functions.describing import DescribeError, describe, described
+from troupe.functions.describing import IMPORT_SECONDS, DescribeError, describe, described
 
 HERE = "tests.functions.declared"
 
@@ -139,3 +140,27 @@ def test_a_module_that_ends_its_interpreter_is_told_from_one_that_describes(
         described("leaves", str(tmp_path))
     with pytest.raises(DescribeError, match="SystemExit: no"):
         described("raises", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["os.fork()", "if os.fork() == 0:\n    time.sleep(90)\n    os._exit(0)"],
+    ids=["that comes back", "that goes on"],
+)
+def test_a_process_that_a_module_forks_when_it_is_imported_has_no_part_in_the_answer(
+    start: str, tmp_path: Path
+) -> None:
+    text = f"import os, time\n{start}\ndef score() -> float:\n    return 1.0\n"
+    (tmp_path / "forking.py").write_text(text)
+    began = time.monotonic()
+    [found] = described("forking:score", str(tmp_path))
+    assert found.name == "score"
+    assert time.monotonic() - began < IMPORT_SECONDS
+
+
+def test_a_module_that_writes_into_the_answer_is_refused(tmp_path: Path) -> None:
+    writes = "for one in range(3, 64):\n    try:\n        os.write(one, b'x')\n"
+    text = f"import os\n{writes}    except OSError:\n        pass\ndef score(): pass\n"
+    (tmp_path / "writing.py").write_text(text)
+    with pytest.raises(DescribeError, match="wrote into the file of its answer"):
+        described("writing:score", str(tmp_path))

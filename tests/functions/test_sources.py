@@ -94,6 +94,14 @@ def test_a_link_that_leads_nowhere_is_refused_by_name(project: Path) -> None:
         collect(Path("~nobody-by-that-name"), ["team"])
 
 
+def test_a_name_that_leads_up_and_down_again_is_refused(project: Path) -> None:
+    """A service would refuse the names of its files."""
+    for name in (f"../{project.name}/team", f"team/../../{project.name}/helper.py"):
+        with pytest.raises(InvalidArgument, match="leads through") as error:
+            collect(project, [name])
+        assert error.value.field == "code.include"
+
+
 @pytest.mark.parametrize("name", ["**x/a.py", "x" * 5000, "team/" + "y" * 300, "a\ud800"])
 def test_a_name_that_no_file_can_have_is_refused(project: Path, name: str) -> None:
     with pytest.raises(InvalidArgument) as error:

@@ -58,15 +58,16 @@ def described(target: str, path: str | None = None) -> list[Described]:
     command = [sys.executable, "-P", "-m", __name__, target]
     folders = [folder for folder in (path, *sys.path) if folder]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    # A separate file for the answer: the module may print during the import.
-    with tempfile.TemporaryFile() as answer:
+    # A separate file for the answer: the module may print during the import. No pipes: a process
+    # that the module starts would keep them open.
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as errors:
         try:
-            ended = subprocess.run(
+            subprocess.run(
                 [*command, str(answer.fileno())],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=errors,
                 pass_fds=[answer.fileno()],
                 timeout=IMPORT_SECONDS,
             )
@@ -76,10 +77,15 @@ def described(target: str, path: str | None = None) -> list[Described]:
             raise DescribeError(f"no interpreter could be started: {error}") from error
         answer.seek(0)
         text = answer.read()
+        errors.seek(0)
+        said = errors.read()
     if not text:
-        last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        last = said.decode(errors="replace").strip().splitlines()[-1:]
         raise DescribeError(f"importing {target} terminated the interpreter: {' '.join(last)}")
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise DescribeError(f"importing {target} wrote into the file of its answer") from error
     if "error" in found:
         raise DescribeError(found["error"])
     return [Described(**one) for one in found["functions"]]
@@ -135,7 +141,12 @@ def _describe(entrypoint: str, function: Any) -> Described:
 
 if __name__ == "__main__":
     with os.fdopen(int(sys.argv[2]), "w") as sending:
-        json.dump(_answer(sys.argv[1]), sending)
-        sending.flush()
+        # What the module starts has no part in the answer.
+        os.set_inheritable(sending.fileno(), False)
+        me = os.getpid()
+        given = json.dumps(_answer(sys.argv[1]))
+        if os.getpid() == me:
+            sending.write(given)
+            sending.flush()
         # Do not wait for threads that the module started.
         os._exit(0)

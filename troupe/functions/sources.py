@@ -74,6 +74,9 @@ def collect(
         )
     found: dict[str, Path] = {}
     for name in include:
+        if ".." in PurePosixPath(name).parts:
+            remedy = f"Name files, folders or patterns below {top}, or another `root`."
+            raise _refused("include", name, "leads through `..`", remedy)
         with _scanning(name):
             matches = [top] if name == "." else sorted(top.glob(name))
         if not matches:
