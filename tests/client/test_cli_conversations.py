@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.conftest import Run, Stage
+from tests.client.conftest import JOB_YAML, Run, Stage
 from troupe.contracts.conversations import CONVERSATIONS, ConversationLog, Kept
 from troupe.v1 import common_pb2 as common_pb
 
@@ -17,7 +17,7 @@ def test_conversations_of_a_running_job_are_listed_and_shown(run: Run, cluster: 
     assert (status, err) == (0, "")
     rows = [line.split() for line in out.splitlines() if line.startswith(" t")]
     assert [row[0] for row in rows] == ["trajectory", "t0", "t1"]
-    assert "solver 1.000" in out
+    assert "solver 1.00" in out
     status, out, _ = run("conversations", "mine", "t1")
     assert status == 0
     assert [line.strip() for line in out.splitlines() if line.strip()] == [
@@ -68,6 +68,7 @@ def stopped(tmp_path: Path) -> Path:
     log = ConversationLog(tmp_path / "data" / "old" / CONVERSATIONS, 10**6)
     log.append([full("a", 0, 0.0, failed=True), full("b", 0, 0.5)])
     log.append([full("c", 1, 1.0)])
+    (tmp_path / "data" / "old" / "job.yaml").write_text(JOB_YAML)
     return tmp_path / "data"
 
 

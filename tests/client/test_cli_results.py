@@ -84,6 +84,22 @@ def test_metrics_are_a_table_csv_or_json(run: Run, cluster: Stage) -> None:
     assert "reward/mean" in err
 
 
+def test_metrics_of_a_stopped_cluster_come_from_its_directory(run: Run, tmp_path: Path) -> None:
+    job = tmp_path / "data" / "old"
+    job.mkdir(parents=True)
+    (job / "job.yaml").write_text(JOB_YAML)
+    assert run("jobs", "metrics", "old") == (0, "no metrics yet\n", "")
+    rows = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "score": 1.0}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (job / "metrics.jsonl").write_text(text + '{"step": 3, "lo')
+    assert json.loads(run("jobs", "metrics", "old", "--format", "json")[1]) == [
+        {"step": 1, "loss": 0.5, "score": None},
+        {"step": 2, "loss": 0.25, "score": 1.0},
+    ]
+    status, _, err = run("jobs", "metrics", "other")
+    assert (status, "no cluster runs in this directory" in err) == (1, True)
+
+
 def test_jobs_are_compared_side_by_side(run: Run, cluster: Stage) -> None:
     with Client() as client:
         for name, size in (("two", 4), ("three", 2)):

@@ -6,7 +6,15 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, TypeVar
 
@@ -252,14 +260,7 @@ class AsyncJobHandle:
         `pandas.DataFrame(rows)`, `polars.DataFrame(rows)` and `pyarrow.Table.from_pylist(rows)`
         make a table of it. `names` selects metrics; empty: all.
         """
-        steps: dict[int, dict[str, float]] = {}
-        for row in await self.metrics(names, after_step):
-            steps.setdefault(row.step, {}).update(row.values)
-        columns = sorted({name for values in steps.values() for name in values})
-        return [
-            {"step": step, **{name: values.get(name) for name in columns}}
-            for step, values in sorted(steps.items())
-        ]
+        return frame_of(await self.metrics(names, after_step))
 
     async def conversations(
         self,
@@ -470,6 +471,18 @@ class AsyncJobHandle:
         )
         reply = await self._stub.GeneratePolicy(request, timeout=timeout)
         return Generation.of(reply.result)
+
+
+def frame_of(rows: Iterable[MetricsRow]) -> list[dict[str, float | None]]:
+    """Return rows of metrics as a table with one row per step (`metrics_frame`)."""
+    steps: dict[int, dict[str, float]] = {}
+    for row in rows:
+        steps.setdefault(row.step, {}).update(row.values)
+    columns = sorted({name for values in steps.values() for name in values})
+    return [
+        {"step": step, **{name: values.get(name) for name in columns}}
+        for step, values in sorted(steps.items())
+    ]
 
 
 def _by_number(query_id: str) -> tuple[int, str]:

@@ -1,2 +1,2 @@
-"""Names that several processes must spell alike. The package imports nothing, because workflows and
-workers of reward functions import it, too."""
+"""Names and files that several processes must write alike. Modules of names import nothing, because
+workflows and workers of reward functions import them, too."""

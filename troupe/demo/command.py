@@ -1,5 +1,5 @@
-"""`troupe demo`, which trains the example team, and `troupe examples`, which copies examples to
-where the user stands.
+"""`troupe demo`, which trains the example team; `troupe examples`, which copies examples to where
+the user stands; and `troupe init`, which makes a project of its own from one of them.
 
 A wheel has the repository's folder `examples` at `troupe/examples` (setup.py), as files to copy.
 """
@@ -7,6 +7,8 @@ A wheel has the repository's folder `examples` at `troupe/examples` (setup.py), 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -26,6 +28,10 @@ _PACKAGE: Final = Path(troupe.__file__).parent
 _DEMO: Final = _PACKAGE / "demo"
 # What `troupe demo` trains is code of the package; its copy is an example like the others.
 _TEAM: Final = "reasoning_team"
+# The example that `troupe init` copies.
+_STARTER: Final = "starter"
+# What names of jobs do not have.
+_NO_NAME: Final = re.compile(r"[^a-z0-9._-]+")
 _IGNORED: Final = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 examples = typer.Typer(help="Examples to start from.", no_args_is_help=True)
@@ -124,6 +130,53 @@ def copy_example(
     Console().print(f"copied to {target}", highlight=False, soft_wrap=True)
     for path in (*sorted(target.glob("README.md")), *sorted(target.glob("*.yaml"))):
         Console().print(f"  {path}", highlight=False, soft_wrap=True)
+
+
+def init(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", show_default=False, help="New or empty directory.")
+    ],
+) -> None:
+    """Make a project: a workflow of two agents, tasks, a job, a test, and a model for the CPU.
+
+    It validates and trains as it is. Begin with the commands that are printed.
+    """
+    target = directory.expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise AlreadyExists(
+            "exists and is not an empty directory",
+            kind="project_exists",
+            field="DIR",
+            value=str(directory),
+            remedy="Name a new directory.",
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    name = _NO_NAME.sub("-", target.resolve().name.lower()).strip("-.") or _STARTER
+    for path in _files(_examples()[_STARTER]):
+        text = path.read_text(encoding="utf-8")
+        # It is a package of examples there, and files of their own here.
+        text = text.replace(f"python -m examples.{_STARTER}.model", "python model.py")
+        text = text.replace(f"examples/{_STARTER}/", "").replace(f"examples.{_STARTER}.", "")
+        text = text.replace(f"pytest examples/{_STARTER}", "pytest")
+        text = text.replace(f"name: {_STARTER}\n", f"name: {name}\n")
+        (target / path.name).write_text(text, encoding="utf-8")
+    say = Console(highlight=False, soft_wrap=True).print
+    say(f"made a project in {target}", markup=False)
+    for command, effect in (
+        (f"cd {shlex.quote(str(directory))}", ""),
+        ("python model.py", "a small model, for a first run on the CPU"),
+        ("troupe workflow try job.yaml", "plays the team with made-up replies"),
+        ("python -m pytest", "its test (pip install pytest)"),
+        ("troupe job validate job.yaml --imports", "checks the job, its code and its data"),
+        ("troupe train job.yaml", "trains it, about two minutes on two cores"),
+    ):
+        say(f"  {command:<40}# {effect}" if effect else f"  {command}", markup=False)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of an example without those that make it a package."""
+    ignored = _IGNORED(str(folder), [one.name for one in folder.iterdir()])
+    return [one for one in sorted(folder.iterdir()) if one.name not in {*ignored, "__init__.py"}]
 
 
 def _examples() -> dict[str, Path]:

@@ -50,7 +50,7 @@ from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.probes import ServiceReport, inspect
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, require_running, running_state, sign_in_link
-from troupe.demo.command import demo
+from troupe.demo.command import demo, init
 from troupe.demo.command import examples as examples_app
 from troupe.doctor.examination import quick_checks
 from troupe.job.automatic import AUTOMATIC
@@ -570,6 +570,7 @@ app = typer.Typer(
     cls=HintingGroup,
 )
 app.command("demo")(demo)
+app.command("init")(init)
 app.command("train")(train)
 app.command("submit")(submit)
 app.command("evaluate")(evaluate)

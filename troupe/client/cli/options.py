@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
+import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,8 +28,16 @@ from rich.progress import Progress as BytesProgress
 from rich.table import Table
 
 from troupe.checkpoints.merging import ByteBar
-from troupe.client.aio import AsyncClient, data_directory, resolve_address, settings_for
+from troupe.client.aio import (
+    ADDRESS_VARIABLE,
+    AsyncClient,
+    data_directory,
+    resolve_address,
+    settings_for,
+)
 from troupe.cluster.settings import ClusterSettings
+from troupe.cluster.state import running_state
+from troupe.job.loading import SPEC_FILE
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.retry import RetryPolicy
 
@@ -257,6 +266,17 @@ def call(
             return await use(client)
 
     return asyncio.run(run())
+
+
+def stopped_job(job_id: str, address: str | None, data_dir: Path | None) -> Path | None:
+    """Return the directory of a job whose cluster has stopped, below `data_dir`; None if a cluster
+    is named or runs there, or if there is no such job."""
+    root = data_directory(data_dir)
+    if address or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
+        return None
+    # An id has no separator: it does not lead out of the data directory.
+    directory = root / Path(job_id).name
+    return directory if (directory / SPEC_FILE).is_file() else None
 
 
 def make_table(left: Sequence[str] = (), right: Sequence[str] = (), title: str = "") -> Table:

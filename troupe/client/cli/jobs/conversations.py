@@ -8,25 +8,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, data_directory
+from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
-from troupe.client.cli.options import call, duration, make_table, score, shortened
+from troupe.client.cli.options import call, duration, make_table, number, score, shortened
 from troupe.client.records import Trajectory, Turn
-from troupe.cluster.state import running_state
 from troupe.contracts.conversations import CONVERSATIONS, ConversationLog, TrajectoryFilter
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
-# Characters of the last reply in a list.
-_REPLY = 40
+# Characters of the last reply that a list may show.
+_REPLY = 30
 
 
 def conversations(
@@ -94,7 +91,8 @@ def conversations(
             return [await job.trajectory(trajectory)]
         return [one async for one in job.conversations(limit, **filters)]
 
-    log = stopped_log(job_id, cluster, data_dir)
+    stopped = options.stopped_job(job_id, cluster, data_dir)
+    log = None if stopped is None else ConversationLog(stopped / CONVERSATIONS)
     if log is None:
         found = call(cluster, data_dir, ask)
     elif trajectory is not None:
@@ -108,16 +106,6 @@ def conversations(
             print_conversation(Console(), one, whole=trajectory is not None)
     else:
         _print_list(Console(), found)
-
-
-def stopped_log(job_id: str, cluster: str | None, data_dir: Path | None) -> ConversationLog | None:
-    """Return the job's conversations in the data directory of a stopped cluster; None if a cluster
-    runs there or is named, and where there is no such job."""
-    root = data_directory(data_dir)
-    if cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
-        return None
-    directory = root / job_id / CONVERSATIONS
-    return ConversationLog(directory) if directory.is_dir() else None
 
 
 def _read(
@@ -137,21 +125,25 @@ def _print_list(console: Console, found: Sequence[Trajectory]) -> None:
     if not found:
         console.print("no conversations")
         return
-    table = make_table(("trajectory", "of", "state", "rewards", "version", "last reply"))
-    table.columns[0].no_wrap = table.columns[1].no_wrap = True
+    names = ["trajectory", "of", "rewards", "version", "last reply"]
+    ended = any(not one.completed for one in found)
+    table = make_table([*names, "ended"] if ended else names)
+    for column in table.columns[:5]:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    # A narrow terminal shortens the others: users copy the ids into the next command.
+    table.columns[0].min_width = max(len(one.id) for one in found)
     for one in found:
         last = one.conversation[-1].response if one.conversation else ""
-        reply = " ".join(last.split())
-        table.add_row(
-            escape(one.id),
-            _origin(one),
-            escape(one.state if one.completed else f"{one.state}: {one.reason}"),
-            escape(_rewards(one)) or "-",
-            _versions(one.conversation),
-            escape(reply if len(reply) <= _REPLY else f"{reply[:_REPLY]}..."),
-        )
+        rewards = " ".join(f"{name} {number(value)}" for name, value in sorted(one.rewards.items()))
+        reply = " ".join(last[:_REPLY].split())
+        row = (one.id, _origin(one), rewards or "-", _versions(one.conversation), reply, _end(one))
+        table.add_row(*map(escape, row[: len(table.columns)]))
     console.print(table)
-    console.print("with the texts: troupe conversations JOB TRAJECTORY, or --full", highlight=False)
+    console.print("texts: troupe conversations JOB TRAJECTORY, or --full", highlight=False)
+
+
+def _end(one: Trajectory) -> str:
+    return one.state if one.completed else f"{one.state}: {one.reason}"
 
 
 def print_conversation(console: Console, one: Trajectory, *, whole: bool) -> None:
@@ -162,8 +154,7 @@ def print_conversation(console: Console, one: Trajectory, *, whole: bool) -> Non
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     cut: Callable[[str], str] = str if whole else shortened
-    state = one.state if one.completed else f"{one.state}: {one.reason}"
-    say(f"\n{one.id}  {_origin(one)}, {state}, {duration(one.seconds)}", "bold")
+    say(f"\n{one.id}  {_origin(one)}, {_end(one)}, {duration(one.seconds)}", "bold")
     # What an agent is told again with every turn is shown once.
     known: dict[str, tuple[tuple[str, str], ...]] = {}
     for turn in one.conversation:
@@ -175,7 +166,8 @@ def print_conversation(console: Console, one: Trajectory, *, whole: bool) -> Non
         known[turn.agent] = turn.messages
         say(_block(f"-> {cut(turn.response)}"))
         say(_block(", ".join(_facts(turn))), "dim")
-    say(f"  rewards: {_rewards(one) or 'none'}", "green")
+    rewards = "  ".join(f"{name} {score(value)}" for name, value in sorted(one.rewards.items()))
+    say(f"  rewards: {rewards or 'none'}", "green")
 
 
 def _facts(turn: Turn) -> list[str]:
@@ -188,11 +180,7 @@ def _facts(turn: Turn) -> list[str]:
 
 
 def _origin(one: Trajectory) -> str:
-    return f"evaluation after {one.step}" if one.evaluation else f"step {one.step}"
-
-
-def _rewards(one: Trajectory) -> str:
-    return "  ".join(f"{name} {score(value)}" for name, value in sorted(one.rewards.items()))
+    return f"evaluation {one.step}" if one.evaluation else f"step {one.step}"
 
 
 def _versions(turns: Sequence[Turn]) -> str:

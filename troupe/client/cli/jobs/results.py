@@ -24,11 +24,12 @@ from troupe.client.aio import AsyncClient, data_directory
 from troupe.client.cli import options
 from troupe.client.cli.options import call, make_table, number
 from troupe.client.comparison import Comparison
-from troupe.client.handle import AsyncJobHandle
-from troupe.client.records import Activity, Event, MetricsLogged, Notice, StateChanged
+from troupe.client.handle import AsyncJobHandle, frame_of
+from troupe.client.records import Activity, Event, MetricsLogged, MetricsRow, Notice, StateChanged
 from troupe.contracts import metric_names
 from troupe.rpc.errors import InvalidArgument, TroupeError
 
+METRICS_FILE: Final = "metrics.jsonl"
 # A running job's log is over for now when it has been silent for so long.
 _QUIET_SECONDS: Final = 2.0
 # How often files of services and output of functions are read for new lines.
@@ -61,11 +62,15 @@ def metrics(
     data_dir: options.DataDir = None,
 ) -> None:
     """Print a job's metrics, one row per step. Scores of an evaluation are in the row of the step
-    that it followed."""
+    that it followed. Those of a stopped cluster's job come from its data directory."""
     wanted = [part.strip() for one in names or [] for part in one.split(",") if part.strip()]
-    rows = call(
-        cluster, data_dir, lambda client: client.job(job_id).metrics_frame(after_step=after_step)
-    )
+    stopped = options.stopped_job(job_id, cluster, data_dir)
+    if stopped is not None:
+        rows = frame_of(row for row in _written(stopped) if row.step > after_step)
+    else:
+        rows = call(
+            cluster, data_dir, lambda client: client.job(job_id).metrics_frame((), after_step)
+        )
     columns = [name for name in (rows[0] if rows else {}) if name != "step"]
     if wanted:
         columns = _chosen(columns, wanted) if rows else []
@@ -84,6 +89,20 @@ def metrics(
         writer.writerows(table)
     else:
         _print_metrics(table, shown, len(columns) - len(shown))
+
+
+def _written(directory: Path) -> Iterator[MetricsRow]:
+    """Yield the rows of `metrics.jsonl` in a job's directory; a half-written line has none."""
+    try:
+        lines = (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:  # it ended before its first step
+        return
+    for line in lines:
+        try:
+            values = json.loads(line)
+            yield MetricsRow(values.pop("step"), values)
+        except (ValueError, KeyError, AttributeError):
+            continue
 
 
 def _chosen(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -378,12 +397,12 @@ class ServiceLogs:
     def _parsed(self, service: str, line: bytes) -> LogEntry | None:
         try:
             record = json.loads(line)
-            if record.get("job_id") != self._job_id:
+            if self._job_id not in (record.get("job_id"), record.get("job")):
                 return None
             at = datetime.fromisoformat(record["timestamp"])
         except (ValueError, KeyError, AttributeError, TypeError):
             return None
-        left_out = ("timestamp", "event", "level", "job_id", "service", "logger")
+        left_out = ("timestamp", "event", "level", "job_id", "job", "service", "logger")
         more = " ".join(f"{k}={v}" for k, v in record.items() if k not in left_out)
         text = f"{record.get('level', '')}: {record.get('event', '')} {more}"
         return LogEntry(at, service, " ".join(text.split()))
