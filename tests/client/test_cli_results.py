@@ -192,7 +192,8 @@ def test_the_log_of_a_service_is_read_once_also_when_it_is_cut(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (("job", "list"), "Did you mean `troupe jobs list`"),
+        (("job", "list"), "Did you mean `troupe jobs list`?"),
+        (("list",), "Did you mean `troupe jobs list` or `troupe functions list` or "),
         (("jobs", "validate"), "Did you mean `troupe job validate`"),
         (("metrics", "mine"), "Did you mean `troupe jobs metrics`"),
         (("jobs", "train"), "Did you mean `troupe train`"),

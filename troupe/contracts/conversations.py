@@ -40,7 +40,7 @@ _FILES: Final = 64
 # The share of a log's bytes that conversations which stay may take.
 _PINNED_SHARE: Final = 8
 # Conversations whose texts one page reads to find those with a text or an agent.
-_MOST_READ: Final = 2000
+_MOST_READ: Final = 1000
 _SUFFIX, _PINNED = ".conversations", "first-"
 # Magic, bytes of the id, of the summary and of the whole, step, whether it is of an evaluation.
 _HEAD: Final = struct.Struct("<4sHIIq?")

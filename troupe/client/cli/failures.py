@@ -26,6 +26,8 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK_VARIABLE = "TROUPE_TRACEBACK"
 # The input is invalid, or names something that does not exist: repeating does not help.
 _INPUT_ERRORS = (InvalidArgument, NotFound, AlreadyExists)
+# Commands that an error proposes for an unknown one, at most.
+_HINTS = 3
 # Errors of a path that the user gave, or of its disk, with the remedy; not bugs of Troupe.
 _FILE_ERRORS = {
     errno.EACCES: "Choose a place that you may write to, or read from.",
@@ -97,7 +99,9 @@ class HintingGroup(TyperGroup):
             if args[0] in root.command.commands:
                 found.insert(0, f"`{root.info_name} {args[0]}`")
             if found and hasattr(error, "message"):
-                closest = get_close_matches(f"`{ctx.command_path} {args[0]}`", found, 3, 0.0)
+                given = f"`{ctx.command_path} {args[0]}`"
+                # `jobs` for `job`; else all that have it.
+                closest = get_close_matches(given, found, 1, 0.9) or found[:_HINTS]
                 what = str(error.message).partition(" Did you mean")[0].rstrip(".")
                 error.message = f"{what}. Did you mean {' or '.join(closest)}?"
             raise

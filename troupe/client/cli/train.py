@@ -135,7 +135,12 @@ def train(
     job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", show_default=False)] = None,
     assignments: options.Assignments = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="JOB_ID", help="Resume this job instead of a new one.")
+        str | None,
+        typer.Option(
+            metavar="JOB_ID",
+            help="Resume this job instead of a new one.",
+            autocompletion=options.complete_jobs,
+        ),
     ] = None,
     job_id: Annotated[str | None, typer.Option(help="Id of the new job.")] = None,
     tags: options.Tags = None,

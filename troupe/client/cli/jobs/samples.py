@@ -30,7 +30,10 @@ app = typer.Typer(
 )
 Policy = Annotated[
     str | None,
-    typer.Option(help="Policy, or an agent that it plays; default: every trained policy."),
+    typer.Option(
+        help="Policy, or an agent that it plays; default: every trained policy.",
+        autocompletion=options.complete_policies,
+    ),
 ]
 Step = Annotated[
     int | None, typer.Option(min=0, max=2**63 - 1, help="Only this step, counted from 0.")
