@@ -33,6 +33,7 @@ async def test_no_view_has_a_serious_finding_or_is_too_wide(
     job_id = await panel.submit()
     panel.orchestrator.reply_tokens = 100
     await panel.orchestrator.move(job_id, common_pb.JOB_STATE_STARTING, common_pb.JOB_STATE_RUNNING)
+    panel.orchestrator.jobs[job_id].started_at.GetCurrentTime()
     for step in (1, 2):
         values = {"reward__solver__mean": step / 4, "evaluations__gsm8k__pass@1": step / 4}
         await panel.orchestrator.step(job_id, step, big__loss__policy=0.5, **values)
@@ -46,6 +47,13 @@ async def test_no_view_has_a_serious_finding_or_is_too_wide(
                 await page.select_option("#token-colour", "advantage")
                 await page.click("[data-trajectory=t1]")
                 await page.wait_for_selector("#conversation .token")
+            if view == "#run":
+                await page.click("#specification summary")
+                await page.wait_for_selector("#job-hosts .legend button")
+            if view == "#cluster":
+                await page.wait_for_selector("#hosts svg")
+            if view == "#jobs":
+                await page.click("[aria-label^='Edit tags']")
             results = await Axe().run(page)
             for one in results.response["violations"]:
                 if one["impact"] in ("serious", "critical"):

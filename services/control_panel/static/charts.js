@@ -1,6 +1,6 @@
 // Metrics by step as columns, and line charts of them over uPlot.
 import { TEAM, besideCast, variable } from "./colours.js";
-import { api, byId, duration, el, number } from "./dom.js";
+import { api, byId, duration, el, moment, number } from "./dom.js";
 
 // The values of a job's metrics: one column per metric over steps that ascend.
 export class MetricTable {
@@ -205,10 +205,12 @@ function isolated(plot, index, show) {
   return found.length ? found : null;
 }
 
-// A time of the day, or where a chart is longer than that, with its date.
-function timeOf(seconds, long) {
+// A time of the day: with its date where a chart is longer than that, and without seconds where times
+// are minutes apart.
+function timeOf(seconds, long, distance = 1) {
   const at = new Date(seconds * 1000);
-  return long ? at.toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" }) : at.toLocaleTimeString();
+  if (long) return moment(at);
+  return distance < 60 ? at.toLocaleTimeString() : at.toLocaleTimeString([], { hour: "numeric", minute: "2-digit" });
 }
 
 export class Chart {
@@ -332,7 +334,7 @@ export class Chart {
     };
     const time = this.x === "time";
     const long = this.xs.at(-1) - this.xs[0] > DAY;
-    const clock = (_, ticks) => ticks.map((tick) => timeOf(tick, long));
+    const clock = (_, ticks, __, ___, distance) => ticks.map((tick) => timeOf(tick, long, distance));
     const across = time ? { ...axis, size: 30, incrs: SECONDS, space: 90, values: clock } : this.clock ? { ...axis, size: 30, incrs: CLOCK, space: 70, values: (_, ticks) => ticks.map(duration) } : { ...axis, size: 30, incrs: WHOLE };
     // Charts over time show counts of waiting and running turns.
     const counts = (_, __, most) => [0, Math.max(4, most * 1.1)];

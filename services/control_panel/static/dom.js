@@ -43,6 +43,9 @@ export function duration(seconds) {
   return `${Math.floor(s / 3600)}h ${Math.floor((s % 3600) / 60)}m`;
 }
 
+// A date with its time of day, without the year and seconds.
+export const moment = (date) => date.toLocaleString([], { month: "short", day: "numeric", hour: "numeric", minute: "2-digit" });
+
 let hide;
 export function toast(text) {
   const node = byId("toast");

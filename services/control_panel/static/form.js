@@ -337,12 +337,11 @@ async function submit() {
 }
 byId("submit-send").addEventListener("click", submit);
 
-// Prepares the form. spec: a specification to start from; given: the same as its author wrote it, if
-// that is known.
-export async function openForm(spec, given) {
+// Prepares the form. spec: a specification to start from, as JSON, which is valid YAML.
+export async function openForm(spec) {
   schema ??= await api("/api/specification/schema");
   if (spec) {
-    editor.value = given || asYaml(spec, 0);
+    editor.value = asYaml(spec, 0);
     await check();
   }
   explain(readYaml(editor.value, editor.selectionStart));

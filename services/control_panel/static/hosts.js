@@ -59,7 +59,7 @@ export async function drawHosts() {
   if (changed(table.tHead, shown)) table.tHead.replaceChildren(el("tr", {}, el("th", { scope: "col" }, "host"), ...shown.map(([, title, about]) => el("th", { scope: "col" }, title, el("small", {}, ` ${about}`)))));
   const across = [since / 1000, until / 1000];
   table.tBodies[0].replaceChildren(
-    ...found.hosts.map((host) => el("tr", {}, el("th", { scope: "row" }, host.host), ...shown.map(([field, title]) => el("td", {}, some(host[field]) ? spark(found.times, host[field], across, `${title} of ${host.host}`) : "–")))),
+    ...found.hosts.map((host) => el("tr", {}, el("th", { scope: "row" }, host.host), ...shown.map(([field, title]) => el("td", { "data-title": title }, some(host[field]) ? spark(found.times, host[field], across, `${title} of ${host.host}`) : "–")))),
   );
 }
 
@@ -73,7 +73,7 @@ function spark(times, values, [first, last], title) {
     for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
     return node;
   };
-  const svg = shape("svg", { width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": text, class: "spark" });
+  const svg = shape("svg", { width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": text, class: "spark" });
   const at = (i) => `${((WIDTH * (times[i] - first)) / (last - first)).toFixed(1)},${(HEIGHT - 1 - (HEIGHT - 2) * values[i]).toFixed(1)}`;
   let run = [];
   for (let i = 0; i <= values.length; i += 1) {

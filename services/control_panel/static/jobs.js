@@ -1,6 +1,6 @@
 // The table of jobs: sorted by any column, filtered by text; tags and notes can be changed, ended
 // jobs deleted.
-import { api, byId, changed, duration, el, firstLine, number, toast } from "./dom.js";
+import { api, byId, changed, duration, el, firstLine, moment, number, toast } from "./dom.js";
 
 const OVER = ["succeeded", "failed", "cancelled"];
 const seconds = (text) => (text ? Date.parse(text) / 1000 : null);
@@ -10,7 +10,7 @@ const seconds = (text) => (text ? Date.parse(text) / 1000 : null);
 const COLUMNS = [
   { title: "job", words: true, value: (job) => job.job_id, cell: (text, job, choose) => el("button", { class: "link", onclick: () => choose(job.job_id) }, text) },
   { title: "state", words: true, value: (job) => job.state, cell: (text) => el("span", { class: `pill ${text}` }, text) },
-  { title: "started", value: (job) => seconds(job.started_at ?? job.created_at), text: (value) => (value === null ? "–" : new Date(1000 * value).toLocaleString()) },
+  { title: "started", value: (job) => seconds(job.started_at ?? job.created_at), text: (value) => (value === null ? "–" : moment(new Date(1000 * value))) },
   { title: "duration", value: took, text: (value) => (value === null ? "–" : duration(value)) },
   { title: "steps", value: (job) => job.step, text: (value, job) => `${value} / ${job.total_steps}` },
   { title: "last reward", value: (job) => job.metrics["reward/mean"] ?? job.metrics["team/mean"] ?? null, text: (value) => number(value) },

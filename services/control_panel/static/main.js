@@ -109,7 +109,7 @@ function drawNow() {
     const began = performance.now();
     const seconds = training.secondsAt(SECONDS);
     charts.reward.draw(training.steps, training.series(REWARD), seconds);
-    charts.throughput.draw(training.steps, training.series(THROUGHPUT), seconds);
+    charts.throughput.draw(training.steps, training.series(THROUGHPUT).map((one) => ({ ...one, name: "tokens/s" })), seconds);
     performance.measure("troupe-charts", { start: began });
     // In a separate frame: drawing everything at once would block the page.
     requestAnimationFrame(drawOthers);
@@ -441,10 +441,7 @@ byId("plan-form").addEventListener("submit", (event) => {
   event.preventDefault();
   planFor(chosen, spec);
 });
-byId("submit-copy").addEventListener("click", async () => {
-  const found = chosen ? await api(`/api/jobs/${encodeURIComponent(chosen)}/specification`) : null;
-  openForm(spec, found?.given);
-});
+byId("submit-copy").addEventListener("click", () => openForm(spec));
 addEventListener("submitted", (event) => {
   showJob(event.detail);
   toast(`submitted ${event.detail}`);
