@@ -33,8 +33,9 @@ from troupe.workflow.turns import Role
 # transformers replaces its own module during its import, so a simultaneous import from another
 # thread gets an empty module. Two jobs may be prepared at once.
 IMPORTING = threading.Lock()
-_HUB_REMEDY = "Check the path; for a hub id, the model must be downloaded already or the hub "
-"reachable."
+_HUB_REMEDY = (
+    "Check the path; for a hub id, the model must be downloaded already or the hub reachable."
+)
 
 
 @dataclass(frozen=True)

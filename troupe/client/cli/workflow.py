@@ -1,21 +1,30 @@
-"""`troupe workflow try`: run a workflow without a model and without a cluster."""
+"""`troupe workflow try`: run a workflow without a cluster, by stand-ins or by real models."""
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
+from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
+from troupe.checkpoints.retention import choose, only_policy
+from troupe.client.aio import AsyncClient, data_directory
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
-from troupe.client.cli.options import score, shortened
+from troupe.client.cli.options import call, score, shortened
+from troupe.job import JobSpec
 from troupe.outcomes import described
 from troupe.rpc.errors import InvalidArgument
 from troupe.user_code import call_contained, interruptible
@@ -24,7 +33,7 @@ from troupe.workflow.errors import EntrypointError, WorkflowError, as_invalid_ar
 from troupe.workflow.loading import Query
 from troupe.workflow.trying.policies import EchoPolicy, Policy, RandomPolicy, ScriptedPolicy
 from troupe.workflow.trying.rehearsal import Rehearsal, Rehearsed, explain, groups_of
-from troupe.workflow.trying.setting import Setting, open_setting
+from troupe.workflow.trying.setting import ANY, Setting, open_setting
 from troupe.workflow.turns import TurnRecord
 from troupe.yaml_input import UnreadableText, read_file, read_json_object, read_text
 
@@ -34,6 +43,11 @@ app = typer.Typer(help="Write workflows.", no_args_is_help=True)
 @app.callback()
 def _group() -> None:
     """Write workflows."""
+
+
+# Seconds per trajectory that is played by stand-ins, and by models.
+_SECONDS: Final = 60.0
+_MODEL_SECONDS: Final = 3600.0
 
 
 class PolicyName(StrEnum):
@@ -59,7 +73,13 @@ def try_workflow(
         typer.Option(help="Job that supplies agents, tasks, functions.", show_default=False),
     ] = None,
     policy: Annotated[
-        PolicyName | None, typer.Option(help="Stand-in for the models.", show_default="random")
+        str | None,
+        typer.Option(
+            metavar="random|script|echo|PATH|JOB[@VERSION]",
+            help="What takes the turns: a stand-in, a model in a directory, or the policies of a "
+            "job, by their newest or the given checkpoint. Models play on this machine's CPU.",
+            show_default="random",
+        ),
     ] = None,
     script: Annotated[
         Path | None,
@@ -82,11 +102,19 @@ def try_workflow(
     group_size: Annotated[int, typer.Option(min=1, help="Trajectories per query.")] = 2,
     seed: Annotated[int, typer.Option(help="Root of all randomness.")] = 0,
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=86_400, help="Seconds per trajectory.")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            min=0.1,
+            max=86_400,
+            help="Seconds per trajectory.",
+            show_default="60; 3600 with a model",
+        ),
+    ] = None,
     as_json: options.AsJson = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
 ) -> None:
-    """Play a workflow without a model; show messages, rewards and the rows to train on.
+    """Play a workflow without a cluster; show messages, rewards and the rows to train on.
 
     Exit status 1: a trajectory failed; 2: invalid input.
     """
@@ -94,21 +122,33 @@ def try_workflow(
         raise InvalidArgument(
             "is not a split", field="--split", value=split, remedy="Use train or held_out."
         )
-    chosen = _policy(policy, script)
-    setting = _open(source, job, split)
-    asked = _queries(setting, query or [], queries, split)
+    stand_in = policy is None or policy in [one.value for one in PolicyName]
+    named = PolicyName(policy) if policy and stand_in else None
+    chosen: Policy | dict[str, Policy] = _policy(named, script)
+    if not stand_in and script is not None:
+        raise _either_script_or_policy(script)
     # asyncio would log the tasks of a failed workflow; the command shows the failure itself.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    rehearsal = Rehearsal(setting, asked, chosen, group_size, seed, timeout)
     console = Console()
-    if not as_json:
-        for note in setting.notes:
-            console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     ended = []
-    for one in rehearsal.run():
-        ended.append(one)
+    with ExitStack() as stack:
+        models = None
+        if policy is not None and not stand_in:
+            place = Path(stack.enter_context(TemporaryDirectory(prefix="troupe-policies-")))
+            models = partial(_models, policy, place, cluster, data_dir)
+        setting = _open(source, job, split, models)
+        if setting.models is not None:
+            setting, chosen = _with_engines(setting, stack)
+        asked = _queries(setting, query or [], queries, split)
+        seconds = timeout or (_SECONDS if setting.models is None else _MODEL_SECONDS)
+        rehearsal = Rehearsal(setting, asked, chosen, group_size, seed, seconds)
         if not as_json:
-            print_rehearsed(console, one)
+            for note in setting.notes:
+                console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        for one in rehearsal.run():
+            ended.append(one)
+            if not as_json:
+                print_rehearsed(console, one)
     groups = groups_of(ended)
     failed = sum(one.failure is not None for one in ended)
     if as_json:
@@ -121,15 +161,89 @@ def try_workflow(
         }
         print(json.dumps(record, indent=2))
     else:
-        print_totals(console, ended, groups, setting.roles or ())
+        names = setting.roles if isinstance(setting.roles, Mapping) else ()
+        print_totals(console, ended, groups, names)
     raise typer.Exit(FAILED if failed else 0)
 
 
-def _open(source: str, job: Path | None, split: str) -> Setting:
+def _models(
+    policy: str, place: Path, cluster: str | None, data_dir: Path | None, job: JobSpec | None
+) -> dict[str, Path]:
+    """Return the directory of the model that plays each policy of `job` (None: the only one):
+    the model in the directory `policy`, or the checkpoints of the job `policy`. Adapters are merged
+    into copies in `place`, where checkpoints of a cluster's job go, too."""
+    agents = () if job is None else job.agents.values()
+    names = list(dict.fromkeys(one.policy for one in agents)) or [ANY]
+    path = Path(policy).expanduser()
+    if path.is_dir() and ((path / "config.json").is_file() or is_adapter_folder(path)):
+        return dict.fromkeys(names, _whole(path, place / "model"))
+    job_id, _, number = policy.partition("@")
+    root = data_directory(data_dir)
+    if "/" in policy or not job_id or (number and not number.isdecimal()):
+        raise InvalidArgument(
+            "is neither a directory with a model nor a job",
+            field="--policy",
+            value=policy,
+            remedy="Give a directory as transformers or PEFT saves it, JOB, or JOB@VERSION.",
+        )
+    found: dict[str, Path] = {}
+    for name in names:
+        wanted, version = None if name is ANY else name, int(number) if number else None
+        if (root / job_id).is_dir():
+            checkpoint = choose(root, job_id, wanted, version)
+        else:
+            checkpoint = place / f"exported-{name}"
+            call(cluster, data_dir, partial(_export, job_id, wanted, version, checkpoint))
+        found[name] = _whole(checkpoint, place / name)
+    return found
+
+
+async def _export(
+    job_id: str, policy: str | None, version: int | None, to: Path, client: AsyncClient
+) -> None:
+    job = client.job(job_id)
+    kept = dict.fromkeys(one.policy for one in await job.checkpoints())
+    await job.export(only_policy(kept, policy), to, version)
+
+
+def _whole(checkpoint: Path, copy: Path) -> Path:
+    """Return the directory of the whole model: `checkpoint`, or `copy` with its adapter merged."""
+    if not is_adapter_folder(checkpoint):
+        return checkpoint
+    shutil.copytree(checkpoint, copy)
+    merge_in_place(copy)
+    return copy
+
+
+def _with_engines(setting: Setting, stack: ExitStack) -> tuple[Setting, Policy | dict[str, Policy]]:
+    """Start the engines of a setting's models until `stack` closes; return the setting with their
+    contexts, and the policies."""
+    # Imports torch and transformers, which the stand-ins do not need.
+    from services.rollout.local_models import LocalModels
+
+    assert setting.models is not None, "a model plays"
+    spec = setting.spec
+    asked = {
+        name: None if spec is None else spec.policies[name].engine.max_context
+        for name in setting.models
+    }
+    models = stack.enter_context(LocalModels(setting.models, asked))
+    setting = replace(setting, contexts=models.contexts)
+    if spec is None:
+        return setting, models.policy(ANY)
+    return setting, {name: models.policy(one.policy) for name, one in spec.agents.items()}
+
+
+def _open(
+    source: str,
+    job: Path | None,
+    split: str,
+    models: Callable[[JobSpec | None], dict[str, Path]] | None,
+) -> Setting:
     """Load the setting; an exception in the user's modules shows only their part of the
     traceback."""
     try:
-        return open_setting(source, job, split=split)
+        return open_setting(source, job, split=split, models=models)
     except EntrypointError as error:
         cause = error.__cause__
         if cause is not None and (own := explain(cause).traceback):
@@ -139,12 +253,7 @@ def _open(source: str, job: Path | None, split: str) -> Setting:
 
 def _policy(name: PolicyName | None, script: Path | None) -> Policy:
     if (name is PolicyName.SCRIPT) != (script is not None) and not (script and name is None):
-        raise InvalidArgument(
-            "--script requires `--policy script`, and vice versa",
-            field="--script",
-            value=script and str(script),
-            remedy="Give `--script replies.yaml` alone, or omit it with another policy.",
-        )
+        raise _either_script_or_policy(script)
     if script is None:
         return EchoPolicy() if name is PolicyName.ECHO else RandomPolicy()
     try:
@@ -159,6 +268,15 @@ def _policy(name: PolicyName | None, script: Path | None) -> Policy:
             value=str(script),
             remedy="Write a YAML list of replies, or a mapping from agent to replies.",
         ) from error
+
+
+def _either_script_or_policy(script: Path | None) -> InvalidArgument:
+    return InvalidArgument(
+        "--script requires `--policy script`, and vice versa",
+        field="--script",
+        value=script and str(script),
+        remedy="Give `--script replies.yaml` alone, or omit it with another policy.",
+    )
 
 
 def _queries(setting: Setting, given: list[str], count: int, split: str) -> list[Query]:

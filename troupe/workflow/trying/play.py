@@ -4,7 +4,7 @@ process."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -61,7 +61,7 @@ class Trial:
         query: Query | Mapping[str, Any],
         *,
         policy: Policy | Mapping[str, Policy] | None = None,
-        agents: Iterable[str] | Mapping[str, Role] | None = None,
+        agents: Iterable[str] | Mapping[str, Role] | Callable[[str], Role] | None = None,
         tools: Mapping[str, Function] | None = None,
         rewards: Mapping[str, Function] | None = None,
         functions: LocalFunctions | None = None,
@@ -72,7 +72,8 @@ class Trial:
         trajectory_id: str = "",
         contexts: Mapping[str, int] | None = None,
     ) -> None:
-        """Take the arguments of `play`. `functions` replaces the functions made from `tools` and
+        """Take the arguments of `play`; `agents` may also make the role of any name. `functions`
+        replaces the functions made from `tools` and
         `rewards`; `contexts` is as in `PolicyBackend`."""
         self.query = query if isinstance(query, Query) else Query("q0", "train", 0, query)
         self.trajectory_id = trajectory_id or f"{self.query.id}-t0"
@@ -195,9 +196,13 @@ def check_json(query: Query) -> None:
 class _OpenAgents(Agents):
     """Agents of any name, made on first use."""
 
+    def __init__(self, make: Callable[[str], Role], backend: PolicyBackend, seed: int) -> None:
+        super().__init__({}, backend, seed=seed)
+        self._make = make
+
     def __getitem__(self, name: str) -> Agent:
         if name not in self._agents:
-            self._agents[name] = Agent(make_role(name), self._record)
+            self._agents[name] = Agent(self._make(name), self._record)
         return self._agents[name]
 
     def __contains__(self, name: object) -> bool:
@@ -205,9 +210,11 @@ class _OpenAgents(Agents):
 
 
 def _agents(
-    given: Iterable[str] | Mapping[str, Role] | None, backend: PolicyBackend, seed: int
+    given: Iterable[str] | Mapping[str, Role] | Callable[[str], Role] | None,
+    backend: PolicyBackend,
+    seed: int,
 ) -> Agents:
-    if given is None:
-        return _OpenAgents({}, backend, seed=seed)
+    if given is None or callable(given):
+        return _OpenAgents(given or make_role, backend, seed)
     roles = given if isinstance(given, Mapping) else {name: make_role(name) for name in given}
     return Agents(roles, backend, seed=seed)

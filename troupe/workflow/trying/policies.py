@@ -59,8 +59,10 @@ class Spoken:
     """Whether the policy ended the response itself; False: it is truncated."""
 
 
-Policy = Callable[[Prompt], "str | Spoken | Awaitable[str | Spoken]"]
-"""A function that draws the response of a turn."""
+Policy = Callable[
+    [Prompt], "str | Spoken | GeneratedTurn | Awaitable[str | Spoken | GeneratedTurn]"
+]
+"""A function that draws the response of a turn. An engine's `GeneratedTurn` is taken as it is."""
 
 
 class RandomPolicy:
@@ -187,6 +189,8 @@ class PolicyBackend:
         room = min(sampling.max_new_tokens, self._room(role.policy, len(prompt_ids)))
         answer = self._of(agent)(_prompt(turn))
         given = await answer if inspect.isawaitable(answer) else answer
+        if isinstance(given, GeneratedTurn):
+            return given
         spoken = Spoken(role.tokenizer.encode(given)) if isinstance(given, str) else given
         if not isinstance(spoken, Spoken):
             raise TurnError(

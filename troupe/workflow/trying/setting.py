@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from troupe.data.tasks import TaskSplit, open_tasks
 from troupe.functions import declaration_of
 from troupe.functions.costs import DEFAULTS
 from troupe.functions.library import mcp
-from troupe.job import EngineSpec, FunctionSpec, JobSpec, load_job
+from troupe.job import EngineSpec, FunctionSpec, JobSpec, ModelSpec, load_job
 from troupe.job.functions import ToolSpec
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT, LONGEST_CONTEXT, context_of
@@ -36,6 +36,8 @@ from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
 from troupe.workflow.turns import Role
 
 JOB_SUFFIXES = (".yaml", ".yml", ".json")
+ANY: Final = "model"
+"""The policy of all agents of a workflow that is played without a job, by a model."""
 _REMEDY = "Give a job file, `FILE.py`, `FILE.py:attribute` or `package.module:attribute`."
 
 
@@ -47,13 +49,16 @@ class Setting:
     """The workflow as `module:attribute`."""
     workflow: Workflow
     spec: JobSpec | None = None
-    roles: Mapping[str, Role] | None = None
-    """None: every agent that the workflow uses."""
+    roles: Mapping[str, Role] | Callable[[str], Role] | None = None
+    """Roles by name, or what makes the role of any name; None: every agent that the workflow uses,
+    with bytes as tokens."""
     tasks: TaskSplit | None = None
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
     """Context length in tokens by policy; policies whose tokens are bytes are left out."""
+    models: Mapping[str, Path] | None = None
+    """Directories of the models that play, by policy; None: none does."""
     notes: tuple[str, ...] = ()
     """Differences from a job, as messages."""
 
@@ -85,12 +90,19 @@ class Setting:
         }
 
 
-def open_setting(source: str, job: Path | None = None, *, split: str = "train") -> Setting:
+def open_setting(
+    source: str,
+    job: Path | None = None,
+    *,
+    split: str = "train",
+    models: Callable[[JobSpec | None], Mapping[str, Path]] | None = None,
+) -> Setting:
     """Load what `source` names: a job file, `FILE.py[:attribute]` or `package.module:attribute`.
 
     With `job`, agents, tasks and functions come from that job, whose own workflow is ignored.
-    Modules of the working directory are also found. Raises `JobSpecError`, `InvalidArgument` and
-    `EntrypointError`.
+    Modules of the working directory are also found. `models`: the directory of the model that plays
+    each policy, whose tokenizer must be there; None: stand-ins play, and bytes may be the tokens.
+    Raises `JobSpecError`, `InvalidArgument`, `FailedPrecondition` and `EntrypointError`.
     """
     add_working_directory()
     if Path(source).suffix in JOB_SUFFIXES:
@@ -107,18 +119,38 @@ def open_setting(source: str, job: Path | None = None, *, split: str = "train") 
                 remedy="`troupe train` plays it; `Actor` in `troupe.networks` plays one policy "
                 "alone.",
             )
-        return _of_job(spec, spec.workflow, load_workflow(spec.workflow), split)
+        return _of_job(spec, spec.workflow, load_workflow(spec.workflow), split, models)
     entrypoint = _entrypoint(source)
     workflow = load_workflow(entrypoint)
-    if job is None:
+    if job is not None:
+        return _of_job(load_job(job), entrypoint, workflow, split, models)
+    if models is None:
         return Setting(entrypoint, workflow)
-    return _of_job(load_job(job), entrypoint, workflow, split)
+    found = models(None)
+    language = load_language(ModelSpec(path=str(found[ANY])), "--policy")
+    return Setting(entrypoint, workflow, roles=partial(_open_role, language), models=found)
 
 
-def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> Setting:
+def _open_role(language: Language, name: str) -> Role:
+    sampling = Sampling(stop_token_ids=language.eos_ids)
+    return Role(name, ANY, language.chat, sampling)
+
+
+def _of_job(
+    spec: JobSpec,
+    entrypoint: str,
+    workflow: Workflow,
+    split: str,
+    models: Callable[[JobSpec], Mapping[str, Path]] | None,
+) -> Setting:
     notes: list[str] = []
+    found = None if models is None else models(spec)
+    if found is not None:
+        spec = _played_by(spec, found)
     languages = {
         name: _language(name, spec, notes)
+        if found is None
+        else load_language(spec.policies[name].language_model, f"policies.{name}.model")
         for name in dict.fromkeys(agent.policy for agent in spec.agents.values())
     }
     bytes_only = all(isinstance(language, _Bytes) for language in languages.values())
@@ -138,7 +170,22 @@ def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> S
             if not isinstance(language, _Bytes)
         },
         notes=tuple(notes[:1] if bytes_only and len(notes) > 1 else notes),
+        models=found,
     )
+
+
+def _played_by(spec: JobSpec, models: Mapping[str, Path]) -> JobSpec:
+    """Return the job with the models in these directories. A tokenizer that the job names stays,
+    unless the directory has one."""
+    policies = dict(spec.policies)
+    for name, path in models.items():
+        own = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+        model = policies[name].language_model
+        given = {"path": str(path), "config": None, "revision": None, "dtype": "float32"}
+        given["tokenizer"] = None if own else model.tokenizer_source
+        changed = {"model": model.model_copy(update=given), "lora": None}
+        policies[name] = policies[name].model_copy(update=changed)
+    return spec.model_copy(update={"policies": policies})
 
 
 def _context(engine: EngineSpec, language: Language) -> int:
