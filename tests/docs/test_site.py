@@ -103,7 +103,7 @@ _BROKEN = """() => [...document.querySelectorAll("table[data-list=fields] td:fir
 async def test_pages_fit_their_screen_with_whole_names_and_links(site: Path, width: int) -> None:
     with served(site) as address:
         async with opened(viewport={"width": width, "height": 900}) as (page, faults):
-            for name in ("", "job-reference/", "where/", "commands/", "operating/"):
+            for name in ("", "faq/", "job-reference/", "where/", "commands/", "operating/"):
                 await page.goto(f"{address}/{name}")
                 over = "() => document.documentElement.scrollWidth - window.innerWidth"
                 assert await page.evaluate(over) <= 0, name
