@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,6 +97,23 @@ class Place(ABC):
             value=self.name,
             remedy="Choose another place, or check its permissions.",
         )
+
+
+def is_url(where: str) -> bool:
+    """Return whether a text names a place by a URL."""
+    return _URL.match(where) is not None
+
+
+def fetch_folder(url: str, target: Path, field: str, names: Sequence[str] = ()) -> None:
+    """Copy the files of a folder at a URL into the new directory `target`, which appears when it is
+    complete; `names`: only these files, as far as they exist. Blocking.
+
+    Raises `InvalidArgument` for an unknown file system or an empty folder, `FailedPrecondition`,
+    `ResourceExhausted`.
+    """
+    place = UrlPlace(url, field)
+    with LocalPlace(target, field).new_folder() as draft:
+        place.download(draft, names)
 
 
 def place_at(where: str | Path, field: str = "to") -> Place:
@@ -197,6 +214,46 @@ class UrlPlace(Place):
             file = draft / os.path.basename(self._root)
             yield file
             self._upload([(file, self._root)])
+
+    def download(self, folder: Path, names: Sequence[str] = ()) -> None:
+        """Copy the files of the folder at this URL into `folder`; `names`: only these. Raises as
+        `fetch_folder`."""
+        try:
+            self._system.invalidate_cache()
+            files = {path: path[len(self._root) :].strip("/") for path in self._found()}
+            wanted = {path: name for path, name in files.items() if not names or name in names}
+            for path, name in wanted.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                self._system.get_file(path, str(folder / name))
+        except OSError as error:
+            if is_full(error):
+                raise
+            raise self._unreadable(error) from error
+        except Exception as error:  # every file system raises its own exceptions
+            raise self._unreadable(error) from error
+        if not wanted:
+            raise InvalidArgument(
+                "there are no files of a checkpoint",
+                kind="checkpoint_not_found",
+                field=self.field,
+                value=self.name,
+                remedy="Name the folder of a checkpoint.",
+            )
+
+    def _found(self) -> list[str]:
+        try:
+            return sorted(self._system.find(self._root))
+        except FileNotFoundError:
+            return []
+
+    def _unreadable(self, error: BaseException) -> FailedPrecondition:
+        return FailedPrecondition(
+            f"cannot be read: {type(error).__name__}: {error}",
+            kind="source_unreadable",
+            field=self.field,
+            value=self.name,
+            remedy="Check the address, and the credentials in the environment of this process.",
+        )
 
     def _require_vacant(self) -> None:
         try:

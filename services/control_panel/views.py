@@ -56,6 +56,19 @@ class IntervalView(View):
     high: float
 
 
+class OriginView(View):
+    """What a policy began with."""
+
+    job_id: str
+    """Job of the policy; empty for a checkpoint of unknown origin."""
+    policy: str
+    version: int | None
+    path: str
+    """Where the checkpoint is, or was fetched from."""
+    optimizer: bool
+    """Whether the optimizer's state came along."""
+
+
 class FieldChangeView(View):
     """The values of a field before and after a change, as JSON; empty: there is none."""
 
@@ -125,6 +138,8 @@ class JobView(View):
     """Users' own text about the job."""
     history: list[JobChangeView]
     """What was changed when it was resumed, oldest first."""
+    origins: dict[str, OriginView]
+    """What its policies began with (`init_from`), by policy."""
     spec: str
     """The specification as JSON, defaults filled in."""
 

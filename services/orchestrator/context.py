@@ -66,7 +66,8 @@ class JobContext:
         """Return the context of a stored job. Raises `FailedPrecondition` for a job of an older
         release that this one cannot run."""
         spec = record.decided_spec()
-        text = spec.model_dump_json() if record.decided else record.spec_json
+        own = record.decided or record.origins
+        text = spec.model_dump_json() if own else record.spec_json
         return cls(shared, record.job_id, epoch, spec, text, record.directory)
 
     async def info(self, text: str) -> None:

@@ -257,7 +257,10 @@ class ReplicatedStateStore(StateStore):
         self, foreign: RemoteStates, settings: TrainerSettings, job_id: str, policy: str
     ) -> None:
         super().__init__(settings.data_dir, job_id, policy, sync=settings.trainer_sync_files)
-        self._remote = foreign
+        self._remote, self._settings = foreign, settings
+
+    def sibling(self, job_id: str, policy: str) -> StateStore:
+        return ReplicatedStateStore(self._remote, self._settings, job_id, policy)
 
     def load(self, version: int, checksum: str = "") -> KeptState:
         self._remote.copy_to_device(self, version, checksum)
@@ -370,13 +373,27 @@ class Versions:
             self._restore(version, checksum)
         else:
             self.randomness = Randomness(self._seeded(), self._device)
+            self._begin_with_origin()
         self._publish_again(version, checksum)
         if trained and not kept and version == 0:
             self.durability.save(self._snapshot(self.weights, self.frontier))
             self.durability.loaded(0)
+            self._states.forget_origin()
         elif trained and self.durability.durable != version:
             # Computed again: at once, so that further crashes do not cost these steps once more.
             self.write_behind(at_once=True)
+
+    def _begin_with_origin(self) -> None:
+        """Load weights and optimizer of another job's version, if the policy begins with them
+        (`init_from.optimizer`). Raises as `StateStore.load`."""
+        given = self._spec.policies[self._policy].init_from
+        if given is None or not given.optimizer:
+            return  # the model was loaded from the checkpoint
+        assert given.job is not None, "a path has no optimizer state"
+        assert given.version is not None, "the orchestrator has found it"
+        state = self._states.origin(given.job, given.policy or self._policy, given.version)
+        self.learner.load(state)
+        log.info("began with a state", job_id=self._job_id, source=given.job, version=given.version)
 
     def _publish_again(self, version: int, checksum: str) -> None:
         """Publish the loaded weights where this host lacks them. Raises as `Publication.ensure`."""

@@ -72,6 +72,16 @@ def test_evaluate_submits_a_job_without_steps(job: Path, raw: dict[str, Any]) ->
         assert list(job_of(only_evaluated(given, ["evaluation"], {})).evaluation_sets) == [""]
 
 
+def test_a_checkpoint_is_evaluated_in_place_of_what_its_policy_began_with(
+    raw: dict[str, Any], job: Path
+) -> None:
+    for policy in raw["policies"].values():
+        policy["init_from"] = "teacher"
+    spec = job_of(only_evaluated(raw, [], {"solver": job / "v5"}))
+    assert spec.policies["solver"].init_from is None
+    assert spec.policies["checker"].init_from is not None
+
+
 def test_an_unknown_evaluation_is_named(run: Run, job: Path) -> None:
     status, _, err = run("evaluate", str(job / "job.yaml"), "--only", "math500")
     assert status == 2

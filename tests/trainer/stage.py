@@ -170,10 +170,10 @@ class TrainingStage:
         """A further trainer worker."""
         return Trainer(*await self._start(**settings), self)
 
-    async def sibling(self) -> tuple[TrainingStage, Trainer]:
+    async def sibling(self, **settings: object) -> tuple[TrainingStage, Trainer]:
         """Another job in the same store, and a trainer worker of its own."""
         job = TrainingStage(new_id("job"), self.tokenizer, self.root, self._channel, self._start)
-        return job, await job.trainer()
+        return job, await job.trainer(**settings)
 
     def spec(self, **changes: Any) -> JobSpec:
         return make_spec(self.tokenizer, **changes)

@@ -64,6 +64,25 @@ class ResolvedSetting(Record):
 
 
 @dataclass(frozen=True)
+class PolicyOrigin(Record):
+    """What a policy began with (`init_from`)."""
+
+    # The policy of another job, and its version; empty and None for a checkpoint of unknown origin.
+    job_id: str
+    policy: str
+    version: int | None
+    # Where the checkpoint is, or was fetched from.
+    path: str
+    # Whether the optimizer's state came along.
+    optimizer: bool
+
+    def __str__(self) -> str:
+        what = "weights and optimizer" if self.optimizer else "weights"
+        source = f"{self.job_id}/{self.policy}@{self.version}" if self.job_id else self.path
+        return f"{what} of {source}"
+
+
+@dataclass(frozen=True)
 class FieldChange(Record):
     """The values of a field before and after a change, as JSON; empty: there is none."""
 
@@ -163,6 +182,8 @@ class Job(Record, id_from="job_id"):
     """Users' own text about the job."""
     history: tuple[JobChange, ...] = ()
     """What was changed when it was resumed, oldest first."""
+    origins: dict[str, PolicyOrigin] = field(default_factory=dict)
+    """What its policies began with (`init_from`), by policy."""
     spec_json: str = field(repr=False, default="")
 
     @property

@@ -435,6 +435,50 @@ def server_of(url: str) -> str:
     return f"{scheme.lower()}://{rest.lower()}"
 
 
+class InitFromSpec(Section):
+    """What a policy begins with: what a policy of another job has learned, or a checkpoint."""
+
+    job: str | None = Field(default=None, min_length=1)
+    """Id of a job of this cluster. Exactly one of job and path."""
+    policy: str | None = None
+    """Name of the policy in that job. Default: this policy's."""
+    version: int | None = Field(default=None, ge=0)
+    """Version of which that job has a checkpoint. Default: its newest checkpoint."""
+    path: str | None = None
+    """Directory of a checkpoint on the orchestrator's host, or a URL that fsspec knows
+    (`s3://BUCKET/FOLDER`), which is fetched when the job starts."""
+    optimizer: bool = False
+    """Whether the optimizer's state comes along, with weights in full precision. Trainers keep it
+    of a job's last versions; checkpoints do not have it."""
+
+    _home = field_validator("path")(expand_home)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, raw: Any) -> Any:
+        """Read `JOB`, `JOB@VERSION`, and a path or URL."""
+        if not isinstance(raw, str):
+            return raw
+        if "/" in raw or raw.startswith((".", "~")):
+            return {"path": raw}
+        job, at, version = raw.partition("@")
+        return {"job": job, "version": version} if at else {"job": job}
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.job is None) == (self.path is None):
+            raise ValueError("give exactly one of `job` and `path`")
+        for name in ("policy", "version"):
+            if self.path is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: belongs to a `job`; a path is one checkpoint; remove it")
+        if self.path is not None and self.optimizer:
+            raise ValueError(
+                "optimizer: checkpoints have no optimizer state; name the `job` that has it, or "
+                "set it to false"
+            )
+        return self
+
+
 class PolicySpec(Section):
     """A policy: a model or network with versioned weights."""
 
@@ -443,6 +487,9 @@ class PolicySpec(Section):
     network."""
     network: NetworkSpec | None = None
     """A small network that plays `environment`."""
+    init_from: InitFromSpec | None = None
+    """First weights, in place of those of `model`: `JOB`, `JOB@VERSION`, or the path or URL of a
+    checkpoint; or the section (docs/going-on.md)."""
     trainable: bool = True
     """False: a frozen policy, which is served but not trained."""
     lora: LoraSpec | None = None
@@ -501,6 +548,18 @@ class PolicySpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _begins(self) -> Self:
+        if self.init_from is None:
+            return self
+        if self.simulated is not None:
+            raise ValueError("init_from: a simulated policy has no weights; remove it")
+        if self.init_from.optimizer and not self.trainable:
+            raise ValueError(
+                "init_from.optimizer: the policy is frozen; set `trainable: true`, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _slices(self) -> Self:
         trainer = self.trainer
         if trainer.gang is None and trainer.gang_multiple > 1:
@@ -525,6 +584,7 @@ class PolicySpec(Section):
         )
         for field, given, why in (
             ("lora", self.lora is not None, "a network has no adapter"),
+            ("init_from", self.init_from is not None, "only a `model` begins with a checkpoint"),
             ("simulated", self.simulated is not None, "only a `model` can be simulated"),
             ("engine", self.engine != EngineSpec(), served),
             ("optimizer", self.optimizer != OptimizerSpec(), trained),

@@ -314,6 +314,27 @@ class Job(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class OriginsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___PolicyOrigin: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___PolicyOrigin | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOB_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -336,6 +357,7 @@ class Job(_message.Message):
     BEFORE_INTERVALS_FIELD_NUMBER: _builtins.int
     AFTER_INTERVALS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     EARLY_END_FIELD_NUMBER: _builtins.int
@@ -399,6 +421,10 @@ class Job(_message.Message):
         """What was changed when it was resumed, oldest first."""
 
     @_builtins.property
+    def origins(self) -> _containers.MessageMap[_builtins.str, Global___PolicyOrigin]:
+        """What its policies began with (`init_from`), by policy."""
+
+    @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Users' own, which change nothing in how it runs: short words to find it by, in order, and text."""
 
@@ -435,6 +461,7 @@ class Job(_message.Message):
         before_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
         after_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
         history: _abc.Iterable[Global___JobChange] | None = ...,
+        origins: _abc.Mapping[_builtins.str, Global___PolicyOrigin] | None = ...,
         tags: _abc.Iterable[_builtins.str] | None = ...,
         notes: _builtins.str = ...,
         early_end: Global___EarlyEnd | None = ...,
@@ -443,7 +470,7 @@ class Job(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "best", b"best", "created_at", b"created_at", "early_end", b"early_end", "ended_at", b"ended_at", "problem", b"problem", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "activity", b"activity", "after", b"after", "after_intervals", b"after_intervals", "before", b"before", "before_intervals", b"before_intervals", "best", b"best", "created_at", b"created_at", "directory", b"directory", "early_end", b"early_end", "ended_at", b"ended_at", "history", b"history", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "notes", b"notes", "problem", b"problem", "ran_seconds", b"ran_seconds", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "tags", b"tags", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_early_end", b"_early_end", "_problem", b"_problem", "activity", b"activity", "after", b"after", "after_intervals", b"after_intervals", "before", b"before", "before_intervals", b"before_intervals", "best", b"best", "created_at", b"created_at", "directory", b"directory", "early_end", b"early_end", "ended_at", b"ended_at", "history", b"history", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "notes", b"notes", "origins", b"origins", "problem", b"problem", "ran_seconds", b"ran_seconds", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "tags", b"tags", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best: _TypeAlias = _typing.Literal["best"]  # noqa: Y015
     _WhichOneofArgType__best: _TypeAlias = _typing.Literal["_best", b"_best"]  # noqa: Y015
@@ -543,6 +570,44 @@ class BestCheckpoint(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BestCheckpoint: _TypeAlias = BestCheckpoint  # noqa: Y015
+
+@_typing.final
+class PolicyOrigin(_message.Message):
+    """What a policy began with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """Of a policy of another job; empty and absent for a checkpoint of unknown origin."""
+    policy: _builtins.str
+    version: _builtins.int
+    path: _builtins.str
+    """Where the checkpoint is, or was fetched from."""
+    optimizer: _builtins.bool
+    """The optimizer's state came along."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        version: _builtins.int | None = ...,
+        path: _builtins.str = ...,
+        optimizer: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "job_id", b"job_id", "optimizer", b"optimizer", "path", b"path", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___PolicyOrigin: _TypeAlias = PolicyOrigin  # noqa: Y015
 
 @_typing.final
 class JobChange(_message.Message):

@@ -161,11 +161,7 @@ def keep_best(
     for policy, one in manifest["policies"].items():
         target = folder / policy / f"v{one['version']}"
         kept.add(target)
-        if not target.is_dir():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.new")
-            shutil.copytree(directory / one["path"], scratch, copy_function=_link)
-            scratch.replace(target)
+        link_folder(directory / one["path"], target)
     draft = folder / f".{BEST_FILE}.new"
     draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     draft.replace(folder / BEST_FILE)
@@ -173,6 +169,20 @@ def keep_best(
         if path not in kept:
             remove(path)
     return True
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """Make the directory `target`, unless it exists, of links to the files of `source`: they stay
+    when `source` is deleted. Raises `OSError`."""
+    if target.is_dir():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.new")
+    try:
+        shutil.copytree(source, scratch, copy_function=_link)
+        scratch.replace(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _link(source: str, target: str) -> None:

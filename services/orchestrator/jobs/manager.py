@@ -19,6 +19,7 @@ from services.orchestrator.context import Shared
 from services.orchestrator.crash_loops import LaunchGuard
 from services.orchestrator.errors import cancel_all
 from services.orchestrator.functions import Catalogue
+from services.orchestrator.jobs.origins import resolve_origins
 from services.orchestrator.jobs.runner import JobRunner
 from services.orchestrator.jobs.stopping import JOB_SECONDS, EarlyEnd
 from services.orchestrator.state.job_store import Superseded, same_submission
@@ -126,6 +127,10 @@ class Jobs:
         _check_viewable(record)
         self._check_turns(job_id, spec)
         await self._hold_code(job_id, spec)
+        # Of a job that exists, the origins are known; those of today may differ.
+        if any(one.init_from for one in spec.policies.values()) and not await self._exists(job_id):
+            origins = await resolve_origins(self._shared, record.directory, spec)
+            record = replace(record, origins=origins)
         async with self.lock(job_id):
             if not await self._shared.store.create(record, _check_given(given) or text):
                 found = await self._readable_record(job_id)
@@ -271,6 +276,13 @@ class Jobs:
             await self._shared.store.delete(job_id)
             await self._guard.clear(job_id)
             return record
+
+    async def _exists(self, job_id: str) -> bool:
+        try:
+            await self._shared.store.get(job_id)
+        except NotFound:
+            return False
+        return True
 
     async def _hold_code(self, job_id: str, spec: JobSpec) -> None:
         if self._catalogue is not None:

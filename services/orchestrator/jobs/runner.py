@@ -23,6 +23,7 @@ from services.orchestrator.errors import (
     run_all,
     run_with_background,
 )
+from services.orchestrator.jobs.origins import fetch_origins
 from services.orchestrator.jobs.progress import JobProgress
 from services.orchestrator.jobs.sinks import Sinks, make_directory
 from services.orchestrator.pipeline.dispatch import Dispatch
@@ -224,7 +225,8 @@ class JobRunner:
             for line in advice(job.spec):
                 await job.warn(line)
         await self._move(common_pb.JOB_STATE_STARTING)
-        await make_directory(job.directory, job.spec)
+        await make_directory(job.directory, self._record.spec())
+        await fetch_origins(job, self._record.origins)
         self._sinks = Sinks(job.spec, self._job_id, job.directory)
         self._past = await shared.store.metrics(self._job_id)
         for trouble in await self._sinks.open(self._past):

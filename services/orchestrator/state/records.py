@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from troupe.job import JobSpec
 from troupe.job.automatic import with_values
 from troupe.job.compatibility import Difference
 from troupe.job.loading import explained
+from troupe.job.origins import Origin, with_origins
 from troupe.job.spec import policy_of
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.twin.hints import split_hint
@@ -78,6 +79,10 @@ _HISTORY: Final[_Codec] = (
     lambda changes: orchestrator_pb.JobHistory(changes=changes).SerializeToString(),
     lambda data: tuple(orchestrator_pb.JobHistory.FromString(data).changes),
 )
+_ORIGINS: Final[_Codec] = (
+    lambda origins: json.dumps({name: asdict(one) for name, one in origins.items()}),
+    lambda data: {name: Origin(**one) for name, one in json.loads(data).items()},
+)
 _CODECS: Final[Mapping[str, _Codec]] = {
     "job_id": _TEXT,
     "request_id": _TEXT,
@@ -103,10 +108,21 @@ _CODECS: Final[Mapping[str, _Codec]] = {
     "tags": _TEXTS,
     "notes": _TEXT,
     "history": _HISTORY,
+    "origins": _ORIGINS,
 }
 # Fields that records of earlier releases lack.
 _LATER: Final = frozenset(
-    {"decided", "ran_seconds", "watched", "early_end", "best", "tags", "notes", "history"}
+    {
+        "decided",
+        "ran_seconds",
+        "watched",
+        "early_end",
+        "best",
+        "tags",
+        "notes",
+        "history",
+        "origins",
+    }
 )
 
 
@@ -151,6 +167,8 @@ class JobRecord:
     # Users' own, to find the job by.
     tags: Sequence[str] = ()
     notes: str = ""
+    # What policies begin with (`init_from`), as found when the job was submitted.
+    origins: Mapping[str, Origin] = field(default_factory=dict)
     # What was changed when the job was resumed, oldest first.
     history: Sequence[orchestrator_pb.JobChange] = ()
     # Newest version of each policy that the orchestrator has seen in the experience store.
@@ -186,8 +204,10 @@ class JobRecord:
             ) from error
 
     def decided_spec(self) -> JobSpec:
-        """Return the specification with the numbers that have been decided. Raises like `spec`."""
-        return with_values(self.spec(), {one: number for one, (number, _) in self.decided.items()})
+        """Return the specification with the numbers that have been decided, and with the models
+        and adapters that policies begin with. Raises like `spec`."""
+        spec = with_origins(self.spec(), self.origins, self.directory)
+        return with_values(spec, {one: number for one, (number, _) in self.decided.items()})
 
     def policy_of(self, name: str) -> str:
         """Return the policy called `name`, or the one that plays the agent `name`. Raises
@@ -309,6 +329,16 @@ class JobRecord:
             activity=activity,
             split_hint=split_hint(metrics),
             history=self.history,
+            origins={
+                name: orchestrator_pb.PolicyOrigin(
+                    job_id=one.job,
+                    policy=one.policy,
+                    version=one.version if one.version >= 0 else None,
+                    path=one.url or str(self.directory / one.path),
+                    optimizer=one.optimizer,
+                )
+                for name, one in self.origins.items()
+            },
             created_at=timestamp(self.created_at),
             ran_seconds=self.ran_seconds,
             tags=self.tags,

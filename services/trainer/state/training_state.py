@@ -189,9 +189,29 @@ class StateStore:
     """The kept versions of one policy's training state."""
 
     def __init__(self, root: Path, job_id: str, policy: str, *, sync: bool = True) -> None:
-        self._directory = root / job_id / "state" / policy
+        self._root, self._directory = root, root / job_id / "state" / policy
         self._sync = sync
         self.job_id, self.policy = job_id, policy
+
+    def sibling(self, job_id: str, policy: str) -> StateStore:
+        """Return the store of another policy or job."""
+        return StateStore(self._root, job_id, policy, sync=self._sync)
+
+    def origin(self, job_id: str, policy: str, version: int) -> KeptState:
+        """Return the state of another job's version with which this policy begins: the copy that
+        was kept for it, else the other job's own. Raises as `load`."""
+        held = self._held
+        store = held if held.exists(version) else self.sibling(job_id, policy)
+        return store.load(version)
+
+    @property
+    def _held(self) -> StateStore:
+        """States that the orchestrator has kept for this policy (`jobs/origins.py` there)."""
+        return StateStore(self._root / self.job_id, "init", self.policy, sync=self._sync)
+
+    def forget_origin(self) -> None:
+        """Delete the copy that was kept for this policy to begin with."""
+        shutil.rmtree(self._held._directory, ignore_errors=True)
 
     def versions(self) -> list[int]:
         """Kept versions, ascending."""

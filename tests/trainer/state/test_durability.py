@@ -219,6 +219,39 @@ async def test_steps_before_a_resume_at_another_rate_are_made_again_at_their_own
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+async def test_a_policy_begins_with_weights_and_optimizer_of_other_devices(
+    stage: TrainingStage, before: int, after: int
+) -> None:
+    """What one device has learned begins a policy of a gang, and the other way round."""
+
+    def job(gang: int, **changes: Any) -> JobSpec:
+        found = spec_of(stage, None, pipeline={"deterministic": False}).model_dump(
+            mode="json", exclude_unset=True
+        )
+        found["policies"]["solver"] |= {"trainer": {"gang": gang}, **changes}
+        return JobSpec.model_validate(found)
+
+    one = await stage.trainer(gang_ranks=before)
+    await one.bind_again(job(before))
+    for number in range(2):
+        commit = await step(stage, one, number)
+    quiet, other = await stage.sibling(gang_ranks=after)
+    given = {"job": stage.job_id, "policy": "solver", "version": 2, "optimizer": True}
+    bound = await other.bind_again(job(after, init_from=given))
+    assert (bound.version, bound.checksum) == (0, commit.weights.checksum)
+    root = stage.root / "runs"
+    mine = StateStore(root, quiet.job_id, "solver").load(0)
+    theirs = StateStore(root, stage.job_id, "solver").load(2)
+    for name in ("weights", "moments"):
+        ours, its = getattr(mine, name), getattr(theirs, name)
+        assert ours.keys() == its.keys()
+        assert all(torch.equal(ours[key], its[key]) for key in its), name
+    assert mine.frontier.step == -1
+    assert (await step(quiet, other, 0)).weights.version == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "minibatches"])
 async def test_other_learners_make_their_steps_again(stage: TrainingStage, kind: str) -> None:
     changes: dict[str, Any] = {}

@@ -244,6 +244,8 @@ def show(
     for one in job.resolved:
         text = f"{one.field} = {one.value} ({one.source})"
         console.print(f"{'setting':<12} {escape(text)}", highlight=False)
+    for policy, origin in sorted(job.origins.items()):
+        console.print(f"{'began with':<12} {escape(f'{policy}: {origin}')}", highlight=False)
     for change in job.history:
         console.print(f"{'changed':<12} {escape(str(change))}", highlight=False)
     if job.problem is not None and job.state != JobState.SUCCEEDED:  # the summary has it

@@ -126,6 +126,7 @@ def only_evaluated(
                 field=f"policies.{name}.network",
                 remedy="Play them with `troupe.networks.Actor` (docs/networks.md).",
             )
+        policies[name].pop("init_from", None)
         model = {**policies[name]["model"], "path": str(path)}
         policies[name]["model"] = {
             n: v for n, v in model.items() if n not in ("config", "revision")
