@@ -32,11 +32,15 @@ def test_submit_returns_with_the_job_id_and_the_commands_that_follow(
 ) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(JOB_YAML)
-    status, out, err = run("submit", str(path), "--job-id", "new", "--set", "pipeline.steps=7")
+    options = ("--job-id", "new", "--set", "pipeline.steps=7", "--tag", "a", "--notes", "first")
+    status, out, err = run("submit", str(path), *options)
     assert (status, out) == (0, "new\n")
     assert "troupe jobs watch new " in err
     assert "troupe conversations new " in err
-    assert cluster.fake.jobs["new"].total_steps == 7
+    job = cluster.fake.jobs["new"]
+    assert (job.total_steps, list(job.tags), job.notes) == (7, ["a"], "first")
+    changed = "\n# Changed when it was submitted:\n#   pipeline.steps: 7\n"
+    assert cluster.fake.given["new"] == f"{JOB_YAML.rstrip()}\n{changed}"
     status, _, err = run("submit", str(path), "--cluster", cluster.address)
     assert f"--cluster {cluster.address}" in err
     status, out, _ = run("submit", str(path), "--json", "--job-id", "third")

@@ -482,6 +482,19 @@ async def test_the_job_s_own_file_its_tags_and_its_folded_failure(panel: Panel) 
         await expect(page.locator("#given-spec")).to_contain_text("# The baseline.")
         await expect(page.locator("#resolved-spec")).to_contain_text("keep: 2")
 
+        # What resumes have changed of it.
+        job = next(iter(panel.orchestrator.jobs.values()))
+        await expect(page.locator("#spec-changes")).to_be_empty()
+        change = job.history.add(step=4)
+        change.at.GetCurrentTime()
+        change.fields.add(field="pipeline.steps", old="10", new="20")
+        await expect(page.locator("#spec-changes")).to_contain_text("changed once")
+        await expect(page.locator("#spec-history")).to_contain_text("pipeline.steps: 10 → 20")
+        job.early_end.text = "the reward has not risen for 5 steps"
+        await expect(page.locator("#activity")).to_have_text(
+            "ends early: the reward has not risen for 5 steps"
+        )
+
         job_id = next(iter(panel.orchestrator.jobs))
         await panel.orchestrator.move(
             job_id,

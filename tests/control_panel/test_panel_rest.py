@@ -41,6 +41,7 @@ async def test_a_job_is_submitted_and_steered(panel: Panel) -> None:
         "agents.solver.sampling": "{temperature: 0.7}",
     }
     change = panel.orchestrator.jobs[job_id].history.add(step=20)
+    change.at.GetCurrentTime()
     change.fields.add(field="pipeline.steps", old="20", new="60")
     [shown] = (await panel.http.get(f"/api/jobs/{job_id}")).json()["history"]
     assert shown["step"] == 20

@@ -3,7 +3,7 @@ import { Chart, MetricTable, chartControls, curves, redrawCharts } from "./chart
 import { drawDevices, drawEngines, drawFunctions, drawPolicies, drawServices, drawSettings } from "./cluster.js";
 import { setCast } from "./colours.js";
 import { compareJobs, drawJobChoice } from "./compare.js";
-import { advice, api, apiPage, byId, changed, duration, el, firstLine, folded, inBrackets, number, toast } from "./dom.js";
+import { advice, api, apiPage, byId, changed, duration, el, firstLine, folded, inBrackets, moment, number, toast } from "./dom.js";
 import { drawEvaluations, evaluationTiles, ofEvaluations } from "./evaluations.js";
 import { openForm } from "./form.js";
 import { drawHosts, drawJobHosts } from "./hosts.js";
@@ -189,9 +189,10 @@ function drawJob() {
   const state = byId("job-state");
   state.textContent = job.state;
   state.className = `pill ${job.state}`;
-  byId("activity").textContent = job.problem ? firstLine(problemText(job.problem)) : job.activity;
+  byId("activity").textContent = job.problem ? firstLine(problemText(job.problem)) : job.early_end ? `${TERMINAL.includes(job.state) ? "ended" : "ends"} early: ${job.early_end.text}` : job.activity;
   drawProblem(job.problem);
   drawNotes(job);
+  drawHistory(job.history);
   const done = (100 * job.step) / Math.max(1, job.total_steps);
   byId("progress-bar").style.width = `${done}%`;
   byId("progress").setAttribute("aria-valuenow", String(Math.round(done)));
@@ -220,6 +221,15 @@ function drawProblem(problem) {
   if (!changed(place, problem) || !problem) return;
   const reason = folded(`${problem.field ? `${problem.field}: ` : ""}${problem.message}`);
   place.replaceChildren(reason, problem.remedy ? el("p", { class: "remedy" }, problem.remedy) : "");
+}
+
+// What was changed of the specification when the job was resumed.
+function drawHistory(changes) {
+  const place = byId("spec-history");
+  if (!changed(place, changes)) return;
+  byId("spec-changes").textContent = changes.length ? `changed ${changes.length === 1 ? "once" : `${changes.length} times`} when the job was resumed` : "";
+  const said = ({ field, old, new: value }) => `${field}: ${old || "none"} → ${value || "none"}`;
+  place.replaceChildren(...changes.map((one) => el("li", {}, `after step ${one.step}, ${moment(new Date(one.at))}: ${one.fields.map(said).join("; ")}`)));
 }
 
 function drawNotes({ tags, notes }) {

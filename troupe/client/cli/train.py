@@ -182,14 +182,14 @@ def train(
         keep_up=keep_up,
         grace=grace,
         settings=(settings() if spec is None else settings_of_job(spec, settings())).resolved(),
-        given=_given(job, spec, assignments or []),
+        given=given_file(job, spec, assignments or []),
         tags=tags or (),
         notes=notes,
     )
     raise typer.Exit(asyncio.run(run(plan, Console())))
 
 
-def _given(path: Path | None, spec: JobSpec | None, assignments: Sequence[str]) -> str | None:
+def given_file(path: Path | None, spec: JobSpec | None, assignments: Sequence[str]) -> str | None:
     """Return the job's file as it was given, with `--set` as a comment; None for a resumed job."""
     if path is None or spec is None:
         return None

@@ -22,6 +22,7 @@ from troupe.client.cli.failures import FAILED, HintingGroup
 from troupe.client.cli.jobs.results import compare, logs, metrics
 from troupe.client.cli.options import call, duration, make_table, score
 from troupe.client.cli.specification import load_with, parse_assignments
+from troupe.client.cli.train import given_file
 from troupe.client.records import Audit, Job, JobState
 from troupe.contracts import metric_names
 from troupe.rpc.errors import InvalidArgument, TroupeError
@@ -141,6 +142,8 @@ def submit(
     path: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
     assignments: options.Assignments = None,
     job_id: Annotated[str | None, typer.Option(help="Id of the new job.")] = None,
+    tags: options.Tags = None,
+    notes: options.Notes = "",
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
@@ -148,8 +151,11 @@ def submit(
     """Submit a job to a running cluster and return; print its id and the commands to follow it."""
     spec = load_with(path, assignments or [])
 
+    given = given_file(path, spec, assignments or [])
+
     async def send(client: AsyncClient) -> Job:
-        return await (await client.submit(spec, job_id)).info()
+        handle = await client.submit(spec, job_id, tags=tags or (), notes=notes, given=given)
+        return await handle.info()
 
     job = call(cluster, data_dir, send)
     if as_json:
