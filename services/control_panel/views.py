@@ -96,6 +96,8 @@ class JobView(View):
     `failed` or `cancelled`."""
     mode: str
     """Pipeline mode."""
+    priority: int
+    """Precedence over other jobs."""
     step: int
     """Number of steps done."""
     total_steps: int
@@ -228,7 +230,10 @@ class Generated(View):
 
 def job(message: orchestrator_pb.Job) -> JobView:
     """Return the view of a job."""
-    return JobView(spec=message.spec_json, **to_json(message))
+    spec = json.loads(message.spec_json or "{}")
+    return JobView(
+        spec=message.spec_json, priority=int(spec.get("priority", 0)), **to_json(message)
+    )
 
 
 def specification(reply: orchestrator_pb.GetJobResponse) -> Specification:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.orchestrator.crash_loops import SharedDeaths
+from services.orchestrator.jobs.queue import JobQueue
 from services.orchestrator.placement.nodes import NodeRegistry
 from services.orchestrator.placement.trainer_scheduler import TrainerScheduler
 from services.orchestrator.placement.workers import WorkerRegistry
@@ -45,6 +46,7 @@ class Shared:
     reward: RewardAsyncStub
     # Trajectories in flight by job id.
     in_flight: dict[str, int]
+    queue: JobQueue
     deaths: SharedDeaths = field(default_factory=SharedDeaths)
 
 

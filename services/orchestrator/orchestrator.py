@@ -20,6 +20,7 @@ from services.orchestrator.crash_loops import LaunchGuard, death_limit, is_suspe
 from services.orchestrator.errors import Deadline, cancel_all
 from services.orchestrator.functions import Catalogue, FunctionGateway
 from services.orchestrator.jobs.manager import Jobs
+from services.orchestrator.jobs.queue import JobQueue
 from services.orchestrator.placement.nodes import NodeRegistry, check_devices
 from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.placement.trainer_scheduler import TrainerScheduler
@@ -117,6 +118,7 @@ class Orchestrator:
             experience=experience,
             reward=RewardStub(self._reward),
             in_flight={},
+            queue=JobQueue(settings.max_running_jobs),
         )
         self.functions = FunctionGateway(Catalogue(self._redis), self.shared.reward)
         self._guard = LaunchGuard(self._redis, settings.survival_seconds)
@@ -225,6 +227,8 @@ async def recover(store: JobStore, jobs: Jobs, guard: LaunchGuard) -> list[str]:
             await jobs.set_aside(job_id, deaths)
             continue
         _log.info("job continues", job_id=job_id, state=record.state_name, step=record.step)
+        if record.state != common_pb.JOB_STATE_SUBMITTED:
+            jobs.keep_place(job_id)  # before any that waits is launched
         (suspects if is_suspect(deaths, limit) else continued).append(job_id)
     for job_id in continued:
         await guard.begin(job_id)

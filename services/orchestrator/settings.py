@@ -20,6 +20,8 @@ class OrchestratorSettings(ServiceSettings):
     """A worker that reports, but whose event loop has not advanced for so long, is also LOST.
     Thousands of conversations delay a loop by seconds; imports of a job's code may block it for 30
     s, and other code for `TROUPE_BLOCKED_SECONDS`."""
+    max_running_jobs: int = Field(default=0, ge=0, le=10_000)
+    """Jobs that run at once; the others wait in a queue, by priority. 0: any number."""
     workers_timeout_seconds: float = Field(default=600, gt=0)
     """How long a job waits for a worker that it needs, before it fails."""
     bind_timeout_seconds: float = Field(default=1800, gt=0)

@@ -32,6 +32,7 @@ from troupe.rpc.errors import (
     Unavailable,
 )
 from troupe.rpc.ids import new_id
+from troupe.scheduling.precedence import share_of
 from troupe.v1 import reward_pb2 as reward_pb
 from troupe.workflow import ToolError, scoring
 
@@ -198,6 +199,7 @@ class JobFunctions:
         self._sha256 = (spec.code and spec.code.sha256) or ""
         self._coalescer = Coalescer(stub)
         self._job_id = job_id
+        self._weight = share_of(spec.priority)
         # A tool and a reward may have the same name.
         self._functions: dict[str, FunctionSpec] = {
             **{f"tools/{name}": function for name, function in spec.tools.items()},
@@ -424,6 +426,7 @@ class JobFunctions:
         if own := self._functions[name].arguments:  # arguments that the job passes to every call
             arguments_json = json.dumps({**json.loads(arguments_json), **own})
         request.arguments_json, request.job_id = arguments_json, self._job_id
+        request.weight = self._weight
         request.sandboxes.extend(sorted(sandboxes.ids))
         try:
             async with asyncio.timeout(timeout):

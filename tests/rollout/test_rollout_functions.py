@@ -130,13 +130,14 @@ async def test_the_service_is_told_the_query_and_what_the_workflow_expects() -> 
             asked.append(request)
             return reward_pb.InvokeResponse(result_json="3")
 
-    spec = parse_job(job_yaml(tools={"add": function("add")}))
+    spec = parse_job(job_yaml(tools={"add": function("add")}, priority=20))
     functions = rewards.JobFunctions(cast("Any", Stub()), "job", spec, SourceStore())
     clock = TrajectoryClock(60, longest=60, patient=False)
     tools = Tools(["add"], rewards.TrajectoryTools(functions, "t", clock, lambda: 1, "q7"))
     assert await tools.expecting(4.5).call("add", a=1, b=2) == 3
     assert await tools.call("add", a=1, b=2) == 3
     assert [(one.query_id, one.expected_seconds) for one in asked] == [("q7", 4.5), ("q7", 0.0)]
+    assert {one.weight for one in asked} == {4.0}, "20 units of priority double its share twice"
 
 
 @pytest.mark.slow

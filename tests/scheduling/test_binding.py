@@ -74,6 +74,15 @@ def test_with_any_number_of_slots_policies_stay_near_and_the_rest_is_balanced(
         assert max(load.values()) - min(load.values()) <= max(costs.values(), default=0.0) + 1e-9
 
 
+def test_a_priority_counts_as_waiting_and_not_for_longer() -> None:
+    old, ahead = Policy("old", work=1, since=40.0), Policy("new", work=1, since=99.0, ahead=60.0)
+    assert moves([old, ahead], ONE)[0] == Bind("new", ("w0",))
+    assert moves([old, replace(ahead, since=100.5)], ONE)[0] == Bind("old", ("w0",))
+    # What has work gives way to it after the quantum, and not the other way round.
+    assert Suspend("old", "new") in moves([replace(old, bound=("w0",)), ahead], ONE)
+    assert Suspend("new", "old") not in moves([old, replace(ahead, bound=("w0",))], ONE)
+
+
 def test_the_oldest_work_comes_first_and_who_has_none_gives_way() -> None:
     policies = [bound("idle"), Policy("new", work=3, since=9), Policy("old", work=1, since=5)]
     assert moves(policies, ONE) == [Suspend("idle", "old"), Prefetch("old", ("w0",))]

@@ -202,6 +202,11 @@ class Job(Record, id_from="job_id"):
         return self
 
     @property
+    def priority(self) -> int:
+        """The job's precedence over others; 0 by default."""
+        return int(self.spec.get("priority", 0))
+
+    @property
     def spec(self) -> dict[str, Any]:
         """The specification with its defaults filled in."""
         return dict(json.loads(self.spec_json)) if self.spec_json else {}

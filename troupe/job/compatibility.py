@@ -152,6 +152,7 @@ CHANGEABLE: Final = (
     "evaluation",
     "evaluations",
     "checkpoint",
+    "priority",
     "limits",
     "stop",
     "logging",

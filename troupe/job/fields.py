@@ -42,6 +42,7 @@ from troupe.job.sections import (
     StateSpec,
     SupervisedSpec,
 )
+from troupe.scheduling.precedence import MAX_PRIORITY
 
 
 class JobFields(Section):
@@ -49,6 +50,9 @@ class JobFields(Section):
 
     name: str = Field(pattern=JOB_NAME)
     """Short name: lower-case letters, digits, '-', '_' and '.'; the job's id has '-' for '.'."""
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Precedence over other jobs in the queue of jobs, at trainers and at the reward service
+    (docs/sharing.md): a unit counts as a minute of waiting."""
     seed: Seed = 0
     """Root of all randomness of the job."""
     workflow: str | None = None

@@ -12,6 +12,7 @@ due, and is called again after a change. Its rules:
 * *Oldest work first*, so that no policy starves: a policy with younger work gives way after its
   quantum, and what the oldest waits for is kept free for it. A quantum is at least twice what
   suspending and resuming the policy cost the last time, so that swaps take a third of it at most.
+  A job's `priority` makes its work count as older by a fixed time (`Policy.ahead`).
 * *A policy without work keeps no device from one with work*; but it stays bound until then.
 * *State moves rarely*: a policy goes where its state is, if there is room, and the state of the
   next one is prefetched while the present one computes.
@@ -158,6 +159,8 @@ class Policy:
     since: float = 0.0
     """When the oldest of them became ready; without work: when the policy was bound or
     requested."""
+    ahead: float = 0.0
+    """Seconds by which its work counts as older than it is."""
     wanted: bool = True
     """Whether a step of it is open: then it takes a free device although it has no work yet."""
     ranks: int = 1
@@ -762,4 +765,4 @@ def _together(policy: Policy, plans: Sequence[WorkerPlan], count: int) -> list[W
 
 def _age(policy: Policy) -> tuple[float, float, str]:
     """Sort key, oldest first; of equals the costliest, which is hardest to place."""
-    return (policy.since, -policy.cost, policy.policy)
+    return (policy.since - policy.ahead, -policy.cost, policy.policy)

@@ -10,6 +10,7 @@ const seconds = (text) => (text ? Date.parse(text) / 1000 : null);
 const COLUMNS = [
   { title: "job", words: true, value: (job) => job.job_id, cell: (text, job, choose) => el("button", { class: "link", onclick: () => choose(job.job_id) }, text) },
   { title: "state", words: true, value: (job) => job.state, cell: (text) => el("span", { class: `pill ${text}` }, text) },
+  { title: "priority", value: (job) => job.priority },
   { title: "started", value: (job) => seconds(job.started_at ?? job.created_at), text: (value) => (value === null ? "–" : moment(new Date(1000 * value))) },
   { title: "duration", value: took, text: (value) => (value === null ? "–" : duration(value)) },
   { title: "steps", value: (job) => job.step, text: (value, job) => `${value} / ${job.total_steps}` },
@@ -19,7 +20,7 @@ const COLUMNS = [
 ];
 // The job that a row is about.
 const HEADER = 0;
-let [by, descending] = [2, true];
+let [by, descending] = [3, true];
 let known = [];
 
 function took(job) {

@@ -324,6 +324,10 @@ class Jobs:
                 "devices of their own.",
             )
 
+    def keep_place(self, job_id: str) -> None:
+        """Give a job that ran under an earlier orchestrator its place in the queue again."""
+        self._shared.queue.keep(job_id)
+
     def launch(self, job_id: str) -> None:
         """Start a runner, which goes on from the job's current state."""
         if self._stopping:
@@ -418,6 +422,7 @@ class Jobs:
         if self._tasks.get(job_id) is task:
             del self._tasks[job_id]
             self._runners.pop(job_id, None)
+            self._shared.queue.leave(job_id)  # its workers are released
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("runner ended with a fault", job_id=job_id, error=repr(error))
 

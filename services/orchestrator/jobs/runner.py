@@ -179,6 +179,7 @@ class JobRunner:
 
     async def _run_all_steps(self) -> tuple[Trainers, JobProgress]:
         """Start trainers and engines, and run all steps. Raises `_PauseRequested`."""
+        await self._unless_paused(self._wait_in_line())
         trainers = await self._unless_paused(self._bind())
         assert self._sinks is not None, "opened by _bind"
         weights = {name: one.weights for name, one in trainers.policies.items()}
@@ -210,6 +211,22 @@ class JobRunner:
         )
         await run_with_background(self._run_steps(progress, engines), background)
         return trainers, progress
+
+    async def _wait_in_line(self) -> None:
+        """Wait until the job may run besides the others."""
+        job, record = self._job, self._record
+
+        def report(before: int) -> None:
+            most = self._shared.settings.max_running_jobs
+            job.show(
+                f"waiting in the queue of jobs, at place {before + 1}, priority "
+                f"{job.spec.priority}; at most {most} run (TROUPE_MAX_RUNNING_JOBS)"
+            )
+
+        queue = self._shared.queue
+        if record.state != common_pb.JOB_STATE_SUBMITTED:
+            queue.keep(self._job_id)
+        await queue.enter(self._job_id, job.spec.priority, record.created_at, report)
 
     async def _profile(self) -> JobProfile:
         """Return the profile that earlier runners of the job measured, or an empty one."""

@@ -16,6 +16,7 @@ from troupe.job import ModelSpec, PolicySpec
 from troupe.job.sizing import read_shape, setup_of
 from troupe.scheduling import binding
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
+from troupe.scheduling.precedence import waiting_seconds
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -45,6 +46,7 @@ class PolicyDemand:
         spec = job.spec.policies[policy]
         self._rules: dict[str, Any] = {
             "ranks": _ranks_of(spec),
+            "ahead": waiting_seconds(job.spec.priority),
             "cost": 1.0 if spec.trainable else _FROZEN_COST,
             "quantum": spec.trainer.quantum_seconds,
             "idle": spec.trainer.idle_seconds,

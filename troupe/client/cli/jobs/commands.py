@@ -206,7 +206,7 @@ def list_jobs(
     if not jobs:
         console.print("no jobs")
         return
-    table = make_table(("job", "state", "mode", "tags"), ("step", "reward", "age"))
+    table = make_table(("job", "state", "mode", "tags"), ("priority", "step", "reward", "age"))
     for job in jobs:
         age = (datetime.now(UTC) - job.created_at).total_seconds() if job.created_at else None
         table.add_row(
@@ -214,6 +214,7 @@ def list_jobs(
             str(job.state),
             job.mode,
             escape(" ".join(job.tags)),
+            str(job.priority),
             f"{job.step}/{job.total_steps}",
             score(job.metrics.get(metric_names.REWARD_MEAN)),
             duration(age),
