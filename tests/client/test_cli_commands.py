@@ -288,7 +288,7 @@ def test_schema_and_reference_cover_every_field(run: Run, tmp_path: Path) -> Non
     page = out.read_text()
     assert "## `policies.<name>.model`" in page
     assert "| `lr` | number, > 0, ≤ 1000 | `1e-05` | Peak learning rate. |" in page
-    assert "| `kind` | `embedded` or `sglang` | `embedded` |" in page
+    assert "| `kind` | `embedded`, `sglang` or `vllm` | `embedded` |" in page
     for definition in schema["$defs"].values():
         for field in definition["properties"]:
             assert f"| `{field}` |" in page

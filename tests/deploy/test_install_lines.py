@@ -32,7 +32,15 @@ DEPENDENCIES = {
     for line in lines
 }
 # Third-party packages that users install in addition to Troupe; none is a dependency.
-OTHERS = {"autogen-agentchat", "autogen-ext", "marble-v1", "setuptools", "sglang", "verifiers"}
+OTHERS = {
+    "autogen-agentchat",
+    "autogen-ext",
+    "marble-v1",
+    "setuptools",
+    "sglang",
+    "verifiers",
+    "vllm",
+}
 OPTIONS_WITH_VALUE = {
     *("-r", "--requirement", "-c", "--constraint"),
     *("--python", "--index-url", "--find-links", "--target"),

@@ -174,7 +174,7 @@ class ModelSpec(Section):
     """Hub revision (branch, tag or commit) of `path`."""
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
     """Floating-point type of the weights in trainer and engines. `auto`: the checkpoint's type
-    (float16 becomes bfloat16), float32 if it names none. Default: `auto` with `engine.kind: sglang`
+    (float16 becomes bfloat16), float32 if it names none. Default: `auto` with a server
     and `path`; else float32, since the embedded engine serves CPUs, where bfloat16 may be slow."""
     tool_parser: Literal["hermes", "qwen_coder", "llama", "mistral"] = "hermes"
     """Syntax of the model's tool calls. `hermes`: JSON between `<tool_call>` tags (Hermes, Qwen2.5,
@@ -300,7 +300,8 @@ class EngineSpec(Section):
     """The inference engines of a policy."""
 
     kind: KindName = "embedded"
-    """`embedded`: transformers inside the rollout process; `sglang`: an SGLang server."""
+    """`embedded`: transformers inside the rollout process; `sglang`, `vllm`: a server of that kind
+    per engine (docs/engines.md)."""
     replicas: Annotated[int, Field(ge=1, le=MAX_ENGINES)] | Literal["auto"] | None = None
     """Engines of this policy per rollout worker. `auto`: decided when the job starts, so that the
     launched servers of its policies use all devices of a rollout worker (docs/gpus.md). Default:
@@ -309,7 +310,7 @@ class EngineSpec(Section):
     """Engines by device class, instead of `replicas`. Attached servers (`urls`) are assigned to the
     pools in order."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
-    """`sglang`: devices over which each launched server spreads the model. Replicas take
+    """Servers: devices over which each launched server spreads the model. Replicas take
     `replicas` times as many devices of a rollout worker."""
     max_running: int | None = Field(default=None, ge=1, le=4096)
     """Turns that one engine generates concurrently; further ones wait in the router. Default: 64 on
@@ -319,22 +320,22 @@ class EngineSpec(Section):
     Default: all of them, at most 32768; with `embedded` as many as its cache has room for, at least
     2048 (docs/engines.md)."""
     urls: list[str] = Field(default=[], max_length=1024)
-    """`sglang`: attach to these servers instead of launching servers."""
+    """Servers: attach to these instead of launching some."""
     launch: list[str] = Field(default=[], max_length=1024)
-    """`sglang`: extra arguments of the launched server, as on its command line; `{replica}` is
+    """Servers: extra arguments of the launched one, as on its command line; `{replica}` is
     replaced by the number of the replica, `{port}` by its port."""
     python: str | None = None
-    """`sglang`: Python interpreter of the environment that has SGLang, on the hosts of the rollout
-    workers; `~` is their home directory. Default: TROUPE_SGLANG_PYTHON of the worker, or its own
-    Python."""
+    """Servers: Python interpreter of the environment that has SGLang or vLLM, on the hosts of the
+    rollout workers; `~` is their home directory. Default: TROUPE_SGLANG_PYTHON or
+    TROUPE_VLLM_PYTHON of the worker, or its own Python."""
     update: Literal["auto", "tensor", "disk", "ipc", "broadcast"] = "auto"
-    """`sglang`: how new weights are sent to a server. From the trainer's devices, `ipc`: by handles
+    """Servers: how new weights are sent to one. From the trainer's devices, `ipc`: by handles
     of their memory, on one host; `broadcast`: in a process group (NCCL, on a CPU gloo). From host
     memory, `disk`: as files on a shared file system; `tensor`: through shared memory to a launched
     server, over HTTP to an attached one. `auto`: from GPU to GPU `ipc` to a server that sees the
     trainer's GPU and `broadcast` to others; else, and where that fails, `disk` to a server of this
-    host, which reads the published file in place, or `tensor`; only what the SGLang release
-    supports."""
+    host, which reads the published file in place, or `tensor`; only what the server
+    supports (vLLM: `disk`)."""
     in_flight: Literal["keep", "restart"] = "keep"
     """Turns that are running when new weights arrive. `keep`: continue; each token records its
     version. `restart`: abort and repeat, so that every turn has one version."""

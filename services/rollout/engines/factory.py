@@ -22,6 +22,7 @@ from troupe.rpc import FailedPrecondition
 ENGINES: Final[dict[str, str]] = {
     "embedded": "services.rollout.engines.embedded:EmbeddedEngine",
     "sglang": "services.rollout.engines.sglang.engine:SglangEngine",
+    "vllm": "services.rollout.engines.vllm.engine:VllmEngine",
     "simulated": "testbed.simulated_engine:SimulatedEngine",
 }
 
@@ -87,7 +88,7 @@ def make_engine(
             kind="no_routed_experts",
             field="algorithm.router_replay",
             value=True,
-            remedy="Turn it off, or serve the policy with `kind: sglang` or `embedded`.",
+            remedy="Turn it off, or serve the policy with `kind: sglang`, `vllm` or `embedded`.",
         )
     known = {name: value for name, value in options.items() if name in named}
     make: Callable[..., ServingEngine] = engine_class

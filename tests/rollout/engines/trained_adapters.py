@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from transformers import PreTrainedModel
 
 from tests.rollout.engines.models import make_model, policy_spec, publish_tensors
 from troupe.checkpoints.adapters import AdapterContent, base_key
@@ -33,9 +34,11 @@ class TrainedAdapter:
         base_seed: int = 0,
         rank: int = 4,
         dtype: torch.dtype = torch.float32,
+        base: PreTrainedModel | None = None,
     ) -> None:
-        """`dtype`: the base's; an adapter is float32 (PEFT's own default)."""
-        self.base = make_model(base_seed).to(dtype)
+        """`dtype`: the base's; an adapter is float32 (PEFT's own default). `base`: instead of
+        the tiny model."""
+        self.base = (base or make_model(base_seed)).to(dtype)
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LAYERS))
         # Not made a second time: an engine's thread may draw from the same generator meanwhile.
         self.model: Any = get_peft_model(copy.deepcopy(self.base), config).eval()

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final, Literal
 from troupe.job.engines.embedded import EMBEDDED
 from troupe.job.engines.kind import EngineKind
 from troupe.job.engines.sglang import SGLANG
+from troupe.job.engines.vllm import VLLM
 
-KINDS: Final[Mapping[str, EngineKind]] = {kind.name: kind for kind in (EMBEDDED, SGLANG)}
+KINDS: Final[Mapping[str, EngineKind]] = {kind.name: kind for kind in (EMBEDDED, SGLANG, VLLM)}
 
 if TYPE_CHECKING:
     KindName = str
@@ -21,7 +22,7 @@ else:
 
 
 def server_kinds() -> str:
-    """The kinds that are servers, for messages: "`sglang`"."""
+    """The kinds that are servers, for messages: "`sglang` or `vllm`"."""
     return " or ".join(f"`{kind.name}`" for kind in KINDS.values() if kind.is_server)
 
 

@@ -1,0 +1,1 @@
+"""vLLM servers: their HTTP API and command line behind `InferenceServer`."""
