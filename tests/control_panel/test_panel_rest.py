@@ -43,8 +43,9 @@ async def test_a_job_is_submitted_and_steered(panel: Panel) -> None:
     change = panel.orchestrator.jobs[job_id].history.add(step=20)
     change.at.GetCurrentTime()
     change.fields.add(field="pipeline.steps", old="20", new="60")
+    change.at.FromSeconds(1_800_000_000)
     [shown] = (await panel.http.get(f"/api/jobs/{job_id}")).json()["history"]
-    assert shown["step"] == 20
+    assert (shown["step"], shown["at"][:4]) == (20, "2027")
     assert shown["fields"] == [{"field": "pipeline.steps", "old": "20", "new": "60"}]
     cancelled = await panel.http.post(f"/api/jobs/{job_id}/cancel?reason=enough")
     assert cancelled.json()["state"] == "cancelled"

@@ -61,17 +61,20 @@ async def test_more_steps_end_with_the_bits_of_a_job_that_had_them_from_the_star
     assert queries[0] == queries[1]
 
 
+@pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("optimizer", [False, True])
 async def test_a_new_job_begins_with_what_another_one_has_learned(
-    house: House, models: Path, optimizer: bool
+    house: House, models: Path, optimizer: bool, adapter: bool
 ) -> None:
-    first = await house.client.submit(job(models, **EXACT, **{"pipeline.steps": 2}))
+    own = {f"policies.{name}.lora": {"rank": 4} for name in POLICIES} if adapter else {}
+    exact = EXACT | own
+    first = await house.client.submit(job(models, **exact, **{"pipeline.steps": 2}))
     await succeeded(first)
     learned = {name: (await first.versions(name))[-1].checksum for name in POLICIES}
     kept = states(house, first.id, 2)
     given = {"job": first.id, "optimizer": optimizer}
     begins = {f"policies.{name}.init_from": given for name in POLICIES}
-    second = await house.client.submit(job(models, **EXACT, **begins, **{"pipeline.steps": 1}))
+    second = await house.client.submit(job(models, **exact, **begins, **{"pipeline.steps": 1}))
     # Nothing of the first job is needed any more.
     shutil.rmtree(house.data_dir / first.id)
     await succeeded(second)

@@ -85,10 +85,13 @@ async def test_a_job_that_has_succeeded_goes_on_for_more_steps(cluster: Cluster)
     items = [(await cluster.step(job_id, step)).cursor for step in range(2)]
     job = await cluster.resume(job_id, overrides={"pipeline.steps": "4"})
     assert (job.state, job.step, job.total_steps) == (common_pb.JOB_STATE_SUBMITTED, 2, 4)
+    assert first.after
+    assert not job.after, "they are those of the last step"
     job = await cluster.wait(job_id)
     assert (job.state, job.step) == (common_pb.JOB_STATE_SUCCEEDED, 4), job.problem
     assert job.ended_at.ToNanoseconds() > first.ended_at.ToNanoseconds()
     assert job.before == first.before
+    assert job.after
     # Versions and the order of tasks go on where they were, and no step is made twice.
     await cluster.check_accounts(job_id, 4, POLICIES)
     items += [(await cluster.step(job_id, step)).cursor for step in range(2, 4)]

@@ -31,6 +31,7 @@ from troupe.job.section import (
 )
 from troupe.job.sections import PoolSpec
 from troupe.model_output import RESERVED_TEMPLATE_ARGUMENTS
+from troupe.sampling import MAX_INT
 from troupe.scheduling.defaults import CPU, floating_type
 
 
@@ -443,7 +444,7 @@ class InitFromSpec(Section):
     """Id of a job of this cluster. Exactly one of job and path."""
     policy: str | None = None
     """Name of the policy in that job. Default: this policy's."""
-    version: int | None = Field(default=None, ge=0)
+    version: int | None = Field(default=None, ge=0, le=MAX_INT)
     """Version of which that job has a checkpoint. Default: its newest checkpoint."""
     path: str | None = None
     """Directory of a checkpoint on the orchestrator's host, or a URL that fsspec knows

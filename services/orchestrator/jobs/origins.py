@@ -73,6 +73,14 @@ async def _of_job(
             value=given.policy or name,
             remedy=error.remedy,
         ) from error
+    if source.policies[theirs].model is None:
+        raise InvalidArgument(
+            f"is a network in job {given.job}, and this policy has a model",
+            kind="init_from_mismatch",
+            field=f"{field}.policy",
+            value=theirs,
+            remedy="Name a policy that is a language model.",
+        )
     there = dict((await asyncio.to_thread(versions_of_all, record.directory)).get(theirs, []))
     version = max(there, default=None) if given.version is None else given.version
     if version is None or version not in there:

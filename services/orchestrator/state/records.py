@@ -216,7 +216,7 @@ class JobRecord:
 
     def resumed_with(self, spec: JobSpec, differences: Sequence[Difference]) -> JobRecord:
         """Return the record of the job as it goes on under `spec`, which differs in these fields:
-        its history has one more change."""
+        its history has one more change, and a job that had succeeded has another last step."""
         change = orchestrator_pb.JobChange(
             at=timestamp(time.time()),
             step=self.step,
@@ -225,12 +225,18 @@ class JobRecord:
                 for one in differences
             ],
         )
-        return replace(self, spec_json=spec.model_dump_json(), history=(*self.history, change))
+        return replace(
+            self,
+            spec_json=spec.model_dump_json(),
+            history=(*self.history, change),
+            after={} if self.state == common_pb.JOB_STATE_SUCCEEDED else self.after,
+        )
 
     @property
     def renewed(self) -> dict[str, str | bytes]:
         """The fields of the hash that a resume under another specification changes."""
-        return {name: _CODECS[name][0](getattr(self, name)) for name in ("spec_json", "history")}
+        names = ("spec_json", "history", "after")
+        return {name: _CODECS[name][0](getattr(self, name)) for name in names}
 
     def to_hash(self) -> dict[str, str | bytes]:
         """Return the fields of the Redis hash."""

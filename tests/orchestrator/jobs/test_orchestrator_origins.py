@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from services.orchestrator.state.records import JobRecord
 from tests.support.cluster import Cluster, job_yaml
-from troupe.job import JobSpec
+from troupe.job import JobSpec, parse_job
 from troupe.rpc import InvalidArgument
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
@@ -142,6 +143,32 @@ async def test_an_origin_that_does_not_exist_or_fit_is_refused_at_submit(
     assert error.remedy
     reply = await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())
     assert [job.job_id for job in reply.jobs] == [source]
+
+
+async def test_a_language_model_does_not_begin_with_a_network(cluster: Cluster) -> None:
+    spec = parse_job(
+        json.dumps(
+            {
+                "name": "particles",
+                "environment": {"source": "simple_spread"},
+                "agents": {"one": {"policy": "solver"}},
+                "policies": {"solver": {"network": {"learning": {"paradigm": "ppo"}}}},
+                "pipeline": {"steps": 2, "queries_per_step": 1},
+            }
+        )
+    )
+    record = JobRecord(
+        job_id="particles",
+        request_id="",
+        spec_json=spec.model_dump_json(),
+        directory=cluster.directory / "particles",
+        created_at=1.0,
+        state=common_pb.JOB_STATE_SUCCEEDED,
+    )
+    await cluster.orchestrator.service._at.shared.store.create(record)  # type: ignore[union-attr]
+    with pytest.raises(InvalidArgument, match="is a network in job particles") as refused:
+        await cluster.submit(job_yaml("student", **{SOLVER: "particles"}))
+    assert refused.value.kind == "init_from_mismatch"
 
 
 async def test_the_optimizers_state_must_fit_the_algorithm(cluster: Cluster) -> None:
