@@ -21,21 +21,29 @@ from troupe.job import JobSpec
 def test_listing_and_showing(run: Run, cluster: Stage) -> None:
     status, out, err = run("jobs", "list")
     assert (status, err) == (0, "")
-    assert re.search(r"mine +running +micro_batch +1/3 +0\.500 ", out)
+    assert re.search(r"mine +running +micro_batch +0 +1/3 +0\.500 ", out)
     assert run("jobs", "list", "--state", "paused")[1] == "no jobs\n"
     assert json.loads(run("jobs", "list", "--json")[1])[0]["id"] == "mine"
 
     cluster.fake.jobs["mine"].activity = "step 2: rolling out"
     field, value = "policies.solver.model.dtype", "bfloat16"
     cluster.fake.jobs["mine"].resolved.add(field=field, value=value, source="checkpoint")
+    job = cluster.fake.jobs["mine"]
+    job.early_end.field, job.early_end.text = "stop", "reward/mean = 0.9 after step 1"
+    job.best.metric, job.best.value, job.best.step = "reward/mean", 0.9, 1
+    job.best.versions["solver"] = 3
     status, out, _ = run("jobs", "show", "mine")
     assert status == 0
+    assert "before its last step: reward/mean = 0.9 after step 1" in out
+    assert re.search(r"best +solver@3 of step 1: reward/mean = 0.9", out)
     assert f"setting      {field} = {value} (checkpoint)" in out
     assert "mine running after 1 of 3 steps" in out
     assert "step 2: rolling out" in out
     assert "/data/mine/checkpoints/solver/v3" in out
     shown = json.loads(run("jobs", "show", "mine", "--json")[1])
     assert shown["spec"]["pipeline"]["steps"] == 3
+    assert shown["early_end"]["field"] == "stop"
+    assert shown["best"]["versions"] == {"solver": 3}
     assert shown["resolved"] == [{"field": field, "value": value, "source": "checkpoint"}]
 
 

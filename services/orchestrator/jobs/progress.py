@@ -273,7 +273,7 @@ class JobProgress:
         `versions`: evaluated versions by policy.
         """
         job, step, best = self._job, self._record.step, self._job.spec.best
-        field = "checkpoint.best" if job.spec.checkpoint.best else "stop"
+        stop = job.spec.stop
         if best is None or step == 0:
             return
         value = values.get(best.metric)
@@ -283,7 +283,7 @@ class JobProgress:
             same = [one for one in values if one.split("/")[:-1] == best.metric.split("/")[:-1]]
             if same:
                 await job.warn(
-                    f"{field}.metric: this evaluation has no `{best.metric}`; it has "
+                    f"checkpoint.best.metric: this evaluation has no `{best.metric}`; it has "
                     + ", ".join(sorted(same))
                 )
             return
@@ -300,7 +300,7 @@ class JobProgress:
                 versions,
                 best.metric,
                 value,
-                exported=isinstance(best, EarlyStopSpec) and best.best == "exported",
+                exported=stop is not None and stop.best == "exported",
             )
         except OSError as error:
             await job.error(f"the best checkpoint, after step {step}, could not be kept: {error}")

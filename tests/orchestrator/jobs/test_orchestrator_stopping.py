@@ -117,18 +117,24 @@ def files_of(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-async def test_a_best_checkpoint_that_is_only_kept_is_not_exported_by_default(
-    cluster: Cluster,
+@pytest.mark.parametrize(("best", "exported"), [("kept", "v3"), ("exported", "v1")])
+async def test_a_best_checkpoint_of_an_evaluation_is_exported_if_the_job_says_so(
+    cluster: Cluster, best: str, exported: str
 ) -> None:
+    """The section `checkpoint` names the same metric, which changes nothing."""
     cluster.rollouts[0].script.reward = worth([0.0, 0.9, 0.3, 0.3])
-    job_id = await cluster.submit(stopped_text(patience=2, best="kept"))
+    metric = "evaluations/held/reward/mean"
+    text = job_yaml(
+        pipeline__steps=6,
+        evaluations=EVALUATED,
+        stop={"metric": metric, "patience": 2, "best": best},
+        checkpoint={"best": {"metric": metric}},
+    )
+    job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)
     assert (job.step, job.best.step) == (3, 1), job.problem
-    assert choose(cluster.directory, job_id, "solver", None).name == "v3"
-    assert choose(cluster.directory, job_id, "solver", 1).parent.parent.name in (
-        "best",
-        "checkpoints",
-    )
+    assert choose(cluster.directory, job_id, "solver", None).name == exported
+    assert choose(cluster.directory, job_id, "solver", 1).name == "v1"
     content = json.loads((cluster.directory / job_id / "best" / "best.json").read_text())
     assert (content["step"], content["value"]) == (1, 0.9)
 

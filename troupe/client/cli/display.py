@@ -455,7 +455,7 @@ def print_summary(
             soft_wrap=True,
         )
     if job.early_end is not None:
-        text = f"early: {job.early_end.text}"
+        text = f"before its last step: {job.early_end.text}"
         console.print(f"{'end':<12} {escape(text)}", highlight=False, soft_wrap=True)
     if job.best is not None:
         one = job.best

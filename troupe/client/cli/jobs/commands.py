@@ -447,7 +447,11 @@ def job_values(job: Job) -> dict[str, Any]:
         if isinstance(item, TroupeError):
             return {"kind": item.kind, "message": str(item)}
         if isinstance(item, tuple):
-            return [one if isinstance(one, str) else dataclasses.asdict(one) for one in item]
+            return [value(one) for one in item]
+        if isinstance(item, dict):
+            return {name: value(one) for name, one in item.items()}
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            return dataclasses.asdict(item)
         return item
 
     fields = {f.name: value(getattr(job, f.name)) for f in dataclasses.fields(job)}
