@@ -58,7 +58,7 @@ class Place:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(directory), *sys.path]),
         }
-        self.server = ForkServer(modules, self.environment)
+        self.server = ForkServer({"all": modules}, self.environment)
 
     async def start(self) -> int:
         """Start the server; return its process id."""
@@ -69,12 +69,12 @@ class Place:
         return pid
 
     async def fork(
-        self, module: str, *needs: str, more: Mapping[str, str] | None = None
+        self, module: str, *needs: str, group: str = "all", more: Mapping[str, str] | None = None
     ) -> ForkedProcess:
         """Fork a program, with the variables `more`."""
         async with asyncio.timeout(PATIENCE):
             return await self.server.fork(
-                module, {**self.environment, **(more or {})}, self.log(module), needs
+                group, module, {**self.environment, **(more or {})}, self.log(module), needs
             )
 
     def log(self, module: str) -> Path:
@@ -118,13 +118,36 @@ async def test_forked_programs_run_as_modules_and_share_the_imports(place: Place
 
 
 async def test_a_program_starts_before_modules_that_it_does_not_need(place: Place) -> None:
-    place.server = ForkServer(["late", "heavy"], place.environment)
+    place.server = ForkServer({"all": ["late", "heavy"]}, place.environment)
     await place.start()
     await place.fork("stays", "heavy")
     await place.until_said("stays", "stays")
     assert (place.directory / "imports").exists()
     place.directory.joinpath("go").touch()  # only now `late` can be imported
     await stop_process_async(await place.fork("stays", "late"), PATIENCE)
+
+
+async def test_servers_of_two_groups_share_the_common_modules_and_end_together(
+    place: Place,
+) -> None:
+    groups = {"one": ["late"], "two": ["numpy"]}
+    place.server = ForkServer(groups, place.environment, ["heavy"])
+    server = await place.start()
+    # The second server goes on while the first one cannot.
+    process = await place.fork("says", "heavy", "numpy", group="two")
+    async with asyncio.timeout(PATIENCE):
+        assert await process.wait() == 3
+    place.directory.joinpath("go").touch()
+    process = await place.fork("says", "heavy", "late", group="one")
+    async with asyncio.timeout(PATIENCE):
+        assert await process.wait() == 3
+    assert (place.directory / "imports").read_text() == "x"
+    servers = [server, *(one.pid for one in psutil.Process(server).children())]
+    assert len(servers) == 2
+
+    await place.server.stop()
+
+    assert not any(runs(pid) for pid in servers)
 
 
 async def test_a_forked_program_is_shown_under_its_own_name(place: Place) -> None:
@@ -191,10 +214,10 @@ async def test_programs_end_when_the_owner_of_their_server_is_killed(place: Plac
         from pathlib import Path
         from troupe.processes.forked import ForkServer
         async def main():
-            server = ForkServer([], os.environ)
+            server = ForkServer({"all": []}, os.environ)
             with open("server.log", "ab") as log:
                 await server.start(log)
-            process = await server.fork("stays", os.environ, Path("stays.log"), ())
+            process = await server.fork("all", "stays", os.environ, Path("stays.log"))
             print(process.pid, flush=True)
             await asyncio.sleep(600)
         asyncio.run(main())
@@ -216,7 +239,7 @@ async def test_programs_end_when_the_owner_of_their_server_is_killed(place: Plac
 
 
 async def test_a_module_that_cannot_be_imported_does_not_end_the_server(place: Place) -> None:
-    place.server = ForkServer(["no_such_module"], place.environment)
+    place.server = ForkServer({"all": ["no_such_module"]}, place.environment)
     await place.start()
     process = await place.fork("stays", "no_such_module")
     await place.until_said("stays", "stays")

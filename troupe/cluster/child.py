@@ -184,7 +184,11 @@ class Child:
                 with suppress(OSError):
                     async with asyncio.timeout(self.spec.start_seconds):
                         return await self._forks.fork(
-                            self.spec.module, self._environment(), self.log, self.spec.preload
+                            self.spec.fork_server,
+                            self.spec.module,
+                            self._environment(),
+                            self.log,
+                            self.spec.preload,
                         )
             return await asyncio.create_subprocess_exec(
                 *tethered(self.spec.command),

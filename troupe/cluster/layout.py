@@ -59,11 +59,12 @@ _AFTER: Mapping[str, tuple[str, ...]] = {
     "trainer": ("experience_store", "orchestrator"),
     "control_panel": ("orchestrator",),
 }
-# The modules that each kind of service imports when it starts. The light ones are common to all.
+# The modules that each kind of service imports when it starts, after those of all kinds.
+_COMMON = ("services.chassis.app", "troupe.job", "numpy")
 _PRELOAD: Mapping[str, tuple[str, ...]] = {
-    "experience_store": ("uvloop", "services.chassis.app", "services.experience_store.server"),
-    "reward": ("services.chassis.app", "services.reward.server"),
-    "orchestrator": ("uvloop", "services.chassis.app", "services.orchestrator.server"),
+    "experience_store": ("uvloop", "services.experience_store.server"),
+    "reward": ("services.reward.server",),
+    "orchestrator": ("uvloop", "services.orchestrator.server"),
     "control_panel": ("services.control_panel.app",),
     "rollout": ("torch", "services.rollout.server", "services.rollout.engines.embedded"),
     "trainer": ("torch", "services.trainer.server"),
@@ -86,9 +87,10 @@ class ChildSpec:
     address: str
     environment: Mapping[str, str] = field(default_factory=dict)
     # The module that the command runs, and modules that it imports when it starts. With these, it
-    # is forked from a process that has imported them, if this system can do that.
+    # is forked from a server of this name that has imported them, if this system can do that.
     module: str = ""
     preload: tuple[str, ...] = ()
+    fork_server: str = ""
     # The devices whose NUMA nodes it runs on.
     devices: tuple[Device, ...] = ()
     # Whether it keeps this process's TLS settings; servers on loopback do not need them.
@@ -227,7 +229,8 @@ def plan(
                 module=f"services.{module}",
                 # A driver's state does not survive a fork, so workers with devices start by
                 # themselves: no import of theirs may open a device before.
-                preload=() if given and module in _WORKERS else _PRELOAD[module],
+                preload=() if given and module in _WORKERS else _COMMON + _PRELOAD[module],
+                fork_server="workers" if module in _WORKERS else "services",
                 probe=Probe(ProbeKind.HTTP if panel else ProbeKind.GRPC, address),
                 address=address,
                 metrics_address=join_address(settings.reachable_host, metrics_port),

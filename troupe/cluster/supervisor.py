@@ -167,10 +167,14 @@ def _fork_server(specs: Sequence[ChildSpec]) -> ForkServer | None:
     forked = [spec for spec in specs if spec.preload]
     if not forked or not can_fork():
         return None
-    modules = dict.fromkeys(module for spec in forked for module in spec.preload)
+    common = [one for one in forked[0].preload if all(one in spec.preload for spec in forked)]
+    groups: dict[str, list[str]] = {}
+    for spec in forked:
+        group = groups.setdefault(spec.fork_server, [])
+        group += [one for one in spec.preload if one not in common and one not in group]
     # Numerical libraries read their number of threads when they are imported: take the workers'.
     threaded = max(forked, key=lambda spec: int(spec.environment.get("OMP_NUM_THREADS", "0")))
-    return ForkServer(list(modules), threaded.full_environment())
+    return ForkServer(groups, threaded.full_environment(), common)
 
 
 def longest_stop(specs: Sequence[ChildSpec]) -> float:

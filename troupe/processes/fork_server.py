@@ -1,8 +1,10 @@
 """A process that imports modules once and forks programs that need them.
 
-    python -m troupe.processes.fork_server FD MODULE...
+    python -m troupe.processes.fork_server [MODULE...] -- FD MODULE... [-- FD MODULE...]
 
-The server imports the modules, those that a request waits for first. On FD, a Unix socket of whole
+It imports the first modules, and becomes one server for each following group: the first by itself,
+the others as forks, so that groups are imported at the same time and share the first modules. A
+server imports its modules, those that a request waits for first. On FD, a Unix socket of whole
 messages, it receives `ForkRequest`s as JSON, forks a child for each as soon as the modules that the
 request names are imported, and answers `{"forked": request id, "pid": ...}` with a pidfd of the
 child, and `{"ended": pid, "status": ...}` when a child ends. The child runs its module as
@@ -33,6 +35,8 @@ from typing import Any, Final
 
 # The kernel accepts messages of about 200 KiB on such a socket by default.
 MOST_BYTES: Final = 1 << 20
+# Stands between groups of modules, which have no blanks in their names.
+SEPARATOR: Final = "--"
 _HANDLED: Final = (signal.SIGCHLD, signal.SIGTERM)
 # A parameter of mallopt, from malloc.h.
 _ARENA_MAX: Final = -8
@@ -57,8 +61,10 @@ class ForkRequest:
 class _Server:
     """The loop of the server: imports, requests, ended children."""
 
-    def __init__(self, control: socket.socket, modules: list[str]) -> None:
+    def __init__(self, control: socket.socket, modules: list[str], others: list[int]) -> None:
+        """`others`: the servers that this process has forked."""
         self._control = control
+        self._others = others
         self._unimported = list(modules)
         self._waiting: list[ForkRequest] = []
         self._children: set[int] = set()
@@ -86,9 +92,12 @@ class _Server:
                 break
             if not ready and self._unimported:
                 self._import_next()
-        for child in self._children:
+        for child in [*self._children, *self._others]:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGTERM)
+        for other in self._others:
+            with suppress(ChildProcessError):  # it has ended before
+                os.waitpid(other, 0)
         return None
 
     def _receive(self) -> bool:
@@ -136,24 +145,29 @@ class _Server:
         wanted = (name for request in self._waiting for name in request.needs)
         module = next((name for name in wanted if name in self._unimported), self._unimported[0])
         self._unimported.remove(module)
-        try:
-            importlib.import_module(module)
-        except Exception:
-            # The program that needs it meets the same error and reports it.
-            print(f"{module} cannot be imported:", file=sys.stderr)
-            traceback.print_exc()
+        _import(module)
 
     def _reap(self) -> None:
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            self._children.discard(pid)
-            self._tell({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+            if pid in self._children:  # no other server
+                self._children.discard(pid)
+                self._tell({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _tell(self, message: dict[str, int], descriptors: list[int] | None = None) -> None:
         with suppress(ConnectionError):  # the owner has ended: the next receive says so
             socket.send_fds(self._control, [json.dumps(message).encode()], descriptors or [])
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception:
+        # The program that needs it meets the same error and reports it.
+        print(f"{module} cannot be imported:", file=sys.stderr)
+        traceback.print_exc()
 
 
 def _become(request: ForkRequest) -> None:
@@ -197,11 +211,26 @@ def _show_as(command: str) -> None:
 
 def main() -> None:
     """Serve; in a child, run its program."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    control.set_inheritable(False)
+    common, *groups = (text.split() for text in " ".join(sys.argv[1:]).split(SEPARATOR))
+    controls = [socket.socket(fileno=int(group[0])) for group in groups]
+    for control in controls:
+        control.set_inheritable(False)
     # Collections take a tenth of the time of imports. Children enable them again.
     gc.disable()
-    request = _Server(control, sys.argv[2:]).run()
+    for module in common:
+        _import(module)
+    gc.freeze()
+    mine = 0
+    others: list[int] = []
+    for number in range(1, len(groups)):
+        if (pid := os.fork()) == 0:
+            mine, others = number, []
+            break
+        others.append(pid)
+    for number, control in enumerate(controls):
+        if number != mine:
+            control.close()
+    request = _Server(controls[mine], groups[mine][1:], others).run()
     if request is not None:
         _become(request)
 

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from troupe.processes.ending import stop_process_async
-from troupe.processes.fork_server import MOST_BYTES, ForkRequest
+from troupe.processes.fork_server import MOST_BYTES, SEPARATOR, ForkRequest
 from troupe.processes.tether import tethered
 
 _STOP_SECONDS: Final = 5.0
@@ -84,102 +84,120 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A fork server, started by `start`. Use it from one event loop."""
+    """A fork server, or several with modules in common. Use it from one event loop."""
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`modules` are imported in this order, with `environment` as the whole environment."""
-        self._modules = list(modules)
+    def __init__(
+        self,
+        groups: Mapping[str, Sequence[str]],
+        environment: Mapping[str, str],
+        common: Sequence[str] = (),
+    ) -> None:
+        """`groups` has each server's modules, which it imports in this order after the `common`
+        ones, with `environment` as the whole environment."""
+        self._groups = {name: list(modules) for name, modules in groups.items()}
+        self._common = list(common)
         self._environment = dict(environment)
         self._process: asyncio.subprocess.Process | None = None
-        self._control: socket.socket | None = None
+        self._controls: dict[str, socket.socket] = {}
         self._requests = 0
-        self._forking: dict[int, asyncio.Future[ForkedProcess]] = {}
-        self._children: dict[int, ForkedProcess] = {}
+        self._forking: dict[str, dict[int, asyncio.Future[ForkedProcess]]] = {}
+        self._children: dict[str, dict[int, ForkedProcess]] = {}
 
     async def start(self, log: BinaryIO) -> None:
-        """Start the server, with its output in `log`. Raises OSError."""
-        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own.setblocking(False)
-        command = [sys.executable, "-m", "troupe.processes.fork_server", str(its.fileno())]
-        try:
-            with its:
+        """Start the servers, with their output in `log`. Raises OSError."""
+        command = [sys.executable, "-m", "troupe.processes.fork_server", *self._common]
+        with ExitStack() as theirs:
+            descriptors = []
+            for name, modules in self._groups.items():
+                own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                own.setblocking(False)
+                theirs.enter_context(its)
+                descriptors.append(its.fileno())
+                command += [SEPARATOR, str(its.fileno()), *modules]
+                self._controls[name], self._forking[name], self._children[name] = own, {}, {}
+                asyncio.get_running_loop().add_reader(own, self._receive, name)
+            try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *tethered([*command, *self._modules]),
+                    *tethered(command),
                     env=self._environment,
-                    pass_fds=[its.fileno()],
+                    pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     umask=0o077,
                 )
-        except BaseException:
-            own.close()
-            raise
-        self._control = own
-        asyncio.get_running_loop().add_reader(own, self._receive)
+            except BaseException:
+                await self.stop()
+                raise
 
     async def fork(
-        self, module: str, environment: Mapping[str, str], log: Path, needs: Sequence[str]
+        self,
+        group: str,
+        module: str,
+        environment: Mapping[str, str],
+        log: Path,
+        needs: Sequence[str] = (),
     ) -> ForkedProcess:
-        """Fork a process that runs `module` as `python -m` does, in a session of its own, once the
-        modules `needs` are imported.
+        """Fork a process from the server of `group` that runs `module` as `python -m` does, in a
+        session of its own, once the modules `needs` are imported.
 
         `environment` is the whole one; output is appended to `log`. Raises `OSError` when the
         server has ended.
         """
-        if self._control is None:
+        control = self._controls.get(group)
+        if control is None:
             raise ConnectionError("the fork server has ended")
         self._requests += 1
         request = ForkRequest(self._requests, module, dict(environment), str(log), tuple(needs))
         forking: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
-        self._forking[request.id] = forking
+        self._forking[group][request.id] = forking
         try:
             message = json.dumps(asdict(request)).encode()
-            await asyncio.get_running_loop().sock_sendall(self._control, message)
+            await asyncio.get_running_loop().sock_sendall(control, message)
             return await forking
         finally:
-            del self._forking[request.id]
+            del self._forking[group][request.id]
 
     async def stop(self) -> None:
-        """End the server; children that still run get SIGTERM."""
-        self._lose()
+        """End the servers; their children that still run get SIGTERM."""
+        for group in self._groups:
+            self._lose(group)
         if self._process is not None and self._process.returncode is None:
             await stop_process_async(self._process, _STOP_SECONDS)
 
-    def _receive(self) -> None:
-        assert self._control is not None
+    def _receive(self, group: str) -> None:
         try:
-            message, descriptors, _, _ = socket.recv_fds(self._control, MOST_BYTES, 1)
+            message, descriptors, _, _ = socket.recv_fds(self._controls[group], MOST_BYTES, 1)
         except BlockingIOError:
             return
         except ConnectionError:
             message = b""
         if not message:
-            self._lose()
+            self._lose(group)
             return
         values: dict[str, int] = json.loads(message)
         if (ended := values.get("ended")) is not None:
-            self._children.pop(ended).end(values["status"])
+            self._children[group].pop(ended).end(values["status"])
             return
         child = ForkedProcess(values["pid"], descriptors[0])
-        self._children[child.pid] = child
-        forking = self._forking.get(values["forked"])
+        self._children[group][child.pid] = child
+        forking = self._forking[group].get(values["forked"])
         if forking is None or forking.done():  # nobody waits any more
             child.kill()
         else:
             forking.set_result(child)
 
-    def _lose(self) -> None:
+    def _lose(self, group: str) -> None:
         """Close the connection. Children of a server that was killed run on."""
-        control, self._control = self._control, None
+        control = self._controls.pop(group, None)
         if control is None:
             return
         asyncio.get_running_loop().remove_reader(control)
         control.close()
-        for forking in self._forking.values():
+        for forking in self._forking[group].values():
             if not forking.done():
                 forking.set_exception(ConnectionError("the fork server has ended"))
-        for child in self._children.values():
+        for child in self._children[group].values():
             child.watch()
-        self._children.clear()
+        self._children[group].clear()
