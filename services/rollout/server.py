@@ -234,6 +234,14 @@ class RolloutService(rollout_grpc.RolloutServicer):
             transfer_seconds=transfer,
         )
 
+    async def LoadAhead(
+        self, request: rollout_pb.LoadAheadRequest, context: Any
+    ) -> rollout_pb.LoadAheadResponse:
+        """Have engines of a policy load a version before its commit."""
+        policy = self._jobs.get(request.weights.job_id).policy(request.weights.policy)
+        loaded = await policy.load_ahead(request.weights, max(1, request.workers))
+        return rollout_pb.LoadAheadResponse(engines=loaded)
+
     async def ShareServers(
         self, request: rollout_pb.ShareServersRequest, context: Any
     ) -> rollout_pb.ShareServersResponse:

@@ -40,12 +40,30 @@ class Publication:
         return f"{self._job}/{self._policy}/weights@{version}"
 
     def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], proof: Proof | None
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        proof: Proof | None,
+        step_result: str = "",
     ) -> common_pb.WeightsRef:
-        """Publish a copy of `tensors` as `version`, with their proof. Raises StorageFull."""
+        """Publish a copy of `tensors` as `version`, with their proof. Raises StorageFull.
+
+        `step_result`: of the optimizer step that made them just now.
+        """
         metadata = {"job_id": self._job, "policy": self._policy, **metadata_of(proof)}
         manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
-        return self.reference(version, manifest.checksum, manifest.num_bytes, manifest.metadata)
+        ref = self.reference(version, manifest.checksum, manifest.num_bytes, manifest.metadata)
+        if step_result:
+            ref.trained_on.step_result = step_result
+        return ref
+
+    def announced(self, version: int, step_result: str) -> common_pb.WeightsRef:
+        """Return the reference to weights of a step that are not published yet."""
+        ref = common_pb.WeightsRef(
+            job_id=self._job, policy=self._policy, version=version, trained_on=self._trained_on
+        )
+        ref.trained_on.step_result = step_result
+        return ref
 
     def ensure_base(self, base: AdaptedBase | None, prove: Prove) -> None:
         """Publish the frozen weights under an adapter, once for all policies of the job. `prove`

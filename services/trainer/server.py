@@ -215,7 +215,8 @@ class TrainerService(trainer_grpc.TrainerServicer):
         """Send a policy's weights from its devices to one inference server."""
         first = await anext(request_iterator, trainer_pb.SendWeightsRequest())
         wanted = first.wanted
-        binding = self.worker.bindings.find(_key_of(wanted, "checksum", "way"))
+        named = "step_result" if wanted.step_result else "checksum"
+        binding = self.worker.bindings.find(_key_of(wanted, named, "way"))
         async with aclosing(self.worker.sender.serve(binding, wanted, request_iterator)) as events:
             async for event in events:
                 yield event

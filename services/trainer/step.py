@@ -155,6 +155,11 @@ class Attempt:
         began = time.perf_counter()
         frontier, keeping = Frontier(self._run.step, outcome.digest), self.progress.keeping
         binding.versions.durability.stepped(self._seconds)
+        if binding.versions.durability.commits_soon(keeping=keeping):
+            # Engines may load the weights meanwhile. (Where the commit waits for a slow disk, they
+            # would hold back what they compute for minutes, or go back.)
+            self._run.stepped = await self._compute.run(binding.versions.stepped)
+            self._run.notify()
         weights = await self._compute.run(binding.versions.persist, frontier, keeping=keeping)
         metrics[PUBLISH_SECONDS] = time.perf_counter() - began
         metrics |= binding.versions.durability.metrics(weights.version if keeping else 0)
@@ -335,6 +340,8 @@ class StepRun:
         self._unfinished: SuspendedStep | None = None
         # Tokens of the step for people to look at, once it was computed.
         self.kept: Sequence[orchestrator_pb.TrainedTurn] = ()
+        # The weights that the step has made, while they are published and committed.
+        self.stepped: common_pb.WeightsRef | None = None
         self.compute = compute
         self.settings = settings
         self.stop = threading.Event()
@@ -412,6 +419,7 @@ class StepRun:
         return self._attempt.claims
 
     def _make_attempt(self, before: SuspendedStep | None) -> Attempt:
+        self.stepped = None
         return Attempt(self, self._make_claims(before), before)
 
     def unwatched_seconds(self) -> float:
@@ -425,6 +433,7 @@ class StepRun:
             micro_batches=progress.micro_batches,
             samples=progress.samples,
             tokens=progress.tokens,
+            stepped=self.stepped,
         )
 
     def notify(self) -> None:

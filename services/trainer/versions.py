@@ -7,6 +7,7 @@ and publication (publication.py) of a policy at one version.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -327,6 +328,11 @@ class Versions:
         # Whether the weights in memory, computed again after a crash, differ from the published
         # ones by rounding.
         self._rounded = False
+        # The weights that the optimizer has made and that are not committed yet: their id
+        # (`DeviceWeights.step_result`), and the tensors of the publication.
+        self._stepped: tuple[str, Mapping[str, torch.Tensor]] | None = None
+        # Held while they are sent: nothing may change them.
+        self._sending = threading.Lock()
 
     @property
     def committed(self) -> int:
@@ -336,8 +342,13 @@ class Versions:
     def holds(self, version: int, checksum: str) -> bool:
         """Return whether the weights in memory are just those that were published as `version`. In
         the compute thread."""
+        return self.may_hold(version, checksum) and not (self._rounded or self.learner.lost)
+
+    def may_hold(self, version: int, checksum: str) -> bool:
+        """Return whether the weights in memory may be those that were published as `version`: no
+        other version, and no step that is not committed. In any thread."""
         same = (self.weights.version, self.weights.checksum) == (version, checksum)
-        return same and self.made and not (self.dirty or self._rounded or self.learner.lost)
+        return same and self.made and not self.dirty
 
     def published(self, version: int, checksum: str) -> Mapping[str, torch.Tensor]:
         """Return the published tensors of a version, in shared memory. In any thread.
@@ -423,14 +434,51 @@ class Versions:
         """Publish the committed version again if it is missing."""
         self._publish_again(self.committed, self.weights.checksum)
 
+    def stepped(self) -> common_pb.WeightsRef:
+        """Let the weights that the optimizer has just made be sent (`uncommitted`) until they are
+        committed or given up. Return a reference to them without key, checksum and proof."""
+        result = new_id("result")
+        self._stepped = result, self.learner.published()
+        return self._publication.announced(self.committed + 1, result)
+
+    @contextlib.contextmanager
+    def uncommitted(self, step_result: str) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Enter a context with the published tensors of weights that are not committed yet: they
+        stay as they are until its end. In any thread, also while `persist` runs.
+
+        Raises FailedPrecondition of kind "weights_moved_on" if they are committed, or given up.
+        """
+        with self._sending:
+            if self._stepped is None or self._stepped[0] != step_result:
+                raise FailedPrecondition(
+                    f"policy {self._policy} is no longer between this step and its commit",
+                    kind="weights_moved_on",
+                    field="step_result",
+                    value=step_result,
+                    remedy="Load the committed version.",
+                )
+            # What is gathered is there as a whole. Other tensors are made whenever they are read,
+            # one after another, and `persist` reads its own.
+            gathers = self.learner.gathers
+            yield self._stepped[1] if gathers else self.learner.published()
+
+    def _leave_step(self) -> None:
+        """Send the stepped weights no more, after waiting until those are through that are being
+        sent: each server has a deadline there (`SendingRound`)."""
+        with self._sending:
+            self._stepped = None
+
     def persist(self, frontier: Frontier, *, keeping: bool) -> common_pb.WeightsRef:
         """Publish the stepped weights as the next version, and write its state unless the store is
         `keeping` the step's rows.
 
         Neither counts before the commit. Raises StorageFull, ResourceExhausted.
         """
-        version, tensors = self.committed + 1, self.learner.published()
-        weights = self._publication.publish(version, tensors, self._prove())
+        if self._stepped is None:
+            self.stepped()
+        assert self._stepped is not None
+        result, tensors = self._stepped
+        weights = self._publication.publish(self.committed + 1, tensors, self._prove(), result)
         if not keeping:
             self.durability.save(self._snapshot(weights, frontier))
         return weights
@@ -544,6 +592,7 @@ class Versions:
 
         `frontier`, `keeping`: as given to `persist`; None when the weights did not change.
         """
+        self._leave_step()
         self.dirty = False
         if frontier is not None:
             self._rounded = False
@@ -560,6 +609,7 @@ class Versions:
 
     def reset(self) -> None:
         """Go back to the committed version and discard gradients."""
+        self._leave_step()
         if self.dirty or self.learner.lost:
             self._restore(self.committed, self.weights.checksum)
         else:
@@ -568,6 +618,7 @@ class Versions:
 
     def release(self) -> None:
         """Delete published versions but the newest; `load` publishes again what is missing."""
+        self._leave_step()
         self.durability.close()
         self._publication.prune(self.committed, keep=1)
 
@@ -596,6 +647,7 @@ class Versions:
 
     def _restore(self, version: int, checksum: str) -> None:
         """Load `version` from disk, or an earlier one from which it is computed again."""
+        self._leave_step()
         self.dirty = True  # cleared once everything is restored
         recovery = self.durability.recovery(version, checksum)
         if recovery is None:

@@ -61,6 +61,12 @@ class WeightSender:
                 value=wanted.format,
                 remedy=f"Known: {', '.join(FORMATS)}. Run the same release of Troupe everywhere.",
             )
+        versions = binding.versions
+        published = versions.made and versions.learner.gathers
+        own = not (wanted.step_result or published)
+        if own and not versions.may_hold(wanted.version, wanted.checksum):
+            # Said before the compute thread is free: the server waits for it.
+            raise _moved_on(wanted)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[trainer_pb.SendWeightsEvent | None] = asyncio.Queue()
         receiver = Receiver(wanted, lambda e: _put(loop, events, e))
@@ -88,7 +94,7 @@ class WeightSender:
         wanted = receiver.wanted
         key = (
             *(wanted.job_id, wanted.policy, str(wanted.version)),
-            *(wanted.checksum, wanted.format),
+            *(wanted.checksum or wanted.step_result, wanted.format),
         )
         assembly = self._open.get(key)
         if assembly is None:
@@ -117,7 +123,9 @@ class WeightSender:
             async with self._sending:  # others may join until it is this round's turn
                 del self._open[key]
                 self._note(wanted, assembly.count)
-                if binding.learner.gathers:
+                if wanted.step_result:
+                    await asyncio.to_thread(self._send_stepped, binding, wanted, assembly.round)
+                elif binding.learner.gathers:
                     await asyncio.to_thread(self._send_published, binding, wanted, assembly.round)
                 else:
                     await self._compute.hold(self._send_own, binding, wanted, assembly.round)
@@ -143,14 +151,15 @@ class WeightSender:
     ) -> None:
         """Send the learner's tensors. In the compute thread: no weights change meanwhile."""
         if not binding.versions.holds(wanted.version, wanted.checksum):
-            raise FailedPrecondition(
-                f"the devices hold another version of policy {wanted.policy} than {wanted.version}",
-                kind="weights_moved_on",
-                field="version",
-                value=wanted.version,
-                remedy="Load the published weights from host memory.",
-            )
+            raise _moved_on(wanted)
         round_.send(binding.learner.published().items(), self._compute.device)
+
+    def _send_stepped(
+        self, binding: PolicyBinding, wanted: trainer_pb.WantedWeights, round_: SendingRound
+    ) -> None:
+        """Send the weights of a step that is being published in the compute thread."""
+        with binding.versions.uncommitted(wanted.step_result) as tensors:
+            round_.send(tensors.items(), self._compute.device)
 
     def _send_published(
         self, binding: PolicyBinding, wanted: trainer_pb.WantedWeights, round_: SendingRound
@@ -186,6 +195,16 @@ class _Assembly:
         workers = min(wave.workers, wave.workers if usual is None else usual)
         if len(self._missing) >= workers and max(self._missing.values()) <= 0:
             self.complete.set()
+
+
+def _moved_on(wanted: trainer_pb.WantedWeights) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the devices hold another version of policy {wanted.policy} than {wanted.version}",
+        kind="weights_moved_on",
+        field="version",
+        value=wanted.version,
+        remedy="Load the published weights from host memory.",
+    )
 
 
 def _put(

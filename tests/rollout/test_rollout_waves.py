@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -11,9 +13,11 @@ import torch
 
 from services.rollout.engines.base import Tensors
 from services.rollout.engines.errors import UpdateFailed
+from services.rollout.engines.requests import LoadedAhead
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.weight_versions import WeightFetcher
 from testbed.simulated_engine import SimulatedEngine
+from tests.support.waiting import PATIENCE, until
 from troupe.job import EngineSpec, ModelSpec, PolicySpec, SimulatedSpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
@@ -105,6 +109,62 @@ class RecordingTransfer(Transfer):
     def fetch(self, key: str, *, base: str | None = None, **options: Any) -> Any:
         self.asked.append((key, base))
         return super().fetch(key, base=base, **options)
+
+
+class AheadEngine(SimulatedEngine):
+    """Takes weights before their commit."""
+
+    def loads_ahead(self, ref: common_pb.WeightsRef) -> bool:
+        return self.version == ref.version - 1
+
+    @property
+    def _num_bytes(self) -> int:
+        return 0
+
+    async def _apply_ahead(
+        self, ref: common_pb.WeightsRef, starting: Callable[[], None]
+    ) -> LoadedAhead | None:
+        starting()
+        return LoadedAhead(None, 0.5)
+
+    async def _verify_ahead(self, ref: common_pb.WeightsRef, loaded: LoadedAhead) -> None:
+        return
+
+
+async def test_engines_that_have_loaded_a_version_serve_it_before_it_is_copied_to_their_host(
+    tmp_path: Path,
+) -> None:
+    copied = threading.Event()
+
+    class FarTransfer(RecordingTransfer):
+        def fetch(self, key: str, *, base: str | None = None, **options: Any) -> Any:
+            if key.endswith("@1"):
+                assert copied.wait(PATIENCE)
+            return super().fetch(key, base=base, **options)
+
+    transfer = FarTransfer(tmp_path)
+    spec = PolicySpec(
+        model=ModelSpec(config=MODEL, tokenizer="none"),
+        engine=EngineSpec(kind="embedded", replicas=2),
+        simulated=SimulatedSpec(load_seconds=0),
+    )
+    engines = [AheadEngine(f"e{n}", "p", spec) for n in range(2)]
+    language = cast(Language, None)
+    policy = ServedPolicy("p", language, engines, transfer, spec.engine, publish(transfer, 0))
+    await policy.bring_up()
+    ref = publish(transfer, 1)
+    ref.trained_on.step_result = "result"
+    announced = common_pb.WeightsRef(job_id="job", policy="p", version=1, trained_on=ref.trained_on)
+    assert await policy.load_ahead(announced) == 2
+    assert await policy.prefetch(ref) == 0.0
+    assert policy.serving == 0
+    assert await policy.update(ref) == 1.0
+    assert policy.serving == 2
+    # Their host gets its copy nevertheless, for restarts.
+    assert (ref.key, f"{ref.key[:-1]}0") not in transfer.asked
+    copied.set()
+    await until(lambda: (ref.key, f"{ref.key[:-1]}0") in transfer.asked)
+    await policy.release("done")
 
 
 async def test_another_host_sends_what_the_served_version_lacks(tmp_path: Path) -> None:

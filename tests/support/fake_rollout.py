@@ -59,6 +59,7 @@ class RolloutScript:
     linger_seconds: float = 0.0
     prepare_error: TroupeError | None = None
     update_errors: list[TroupeError] = field(default_factory=list)
+    ahead_error: TroupeError | None = None
     sleep_error: TroupeError | None = None
     # Those of the worker, as heartbeats report them.
     devices: list[orchestrator_pb.GivenDevice] = field(default_factory=list)
@@ -106,6 +107,9 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         self.calls: Counter[str] = Counter()
         # Of each update: how many workers are said to update the policy at the same time.
         self.updating: list[int] = []
+        # Versions that it was told to load, before ("ahead") and after ("update") their commit, by
+        # policy.
+        self.loads: list[tuple[str, str, int]] = []
         # Jobs whose data in the host's memory was to be deleted.
         self.deleted: list[str] = []
         self.ran: list[str] = []
@@ -189,12 +193,24 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
     ) -> rollout_pb.UpdateWeightsResponse:
         self.calls["UpdateWeights"] += 1
         self.updating.append(request.workers)
+        self.loads.append(("update", request.weights.policy, request.weights.version))
         if self.script.update_errors:
             raise self.script.update_errors.pop()
         weights = request.weights
         self._job(weights.job_id)[weights.policy] = weights.version
         self.keys[weights.policy] = weights.key
         return rollout_pb.UpdateWeightsResponse()
+
+    async def LoadAhead(
+        self, request: rollout_pb.LoadAheadRequest, context: Any
+    ) -> rollout_pb.LoadAheadResponse:
+        self.calls["LoadAhead"] += 1
+        assert request.weights.trained_on.step_result
+        assert not request.weights.checksum
+        self.loads.append(("ahead", request.weights.policy, request.weights.version))
+        if self.script.ahead_error is not None:
+            raise self.script.ahead_error
+        return rollout_pb.LoadAheadResponse(engines=1)
 
     async def SleepEngines(
         self, request: rollout_pb.SleepEnginesRequest, context: Any

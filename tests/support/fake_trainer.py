@@ -58,6 +58,10 @@ class TrainerScript:
     die_when: str = ""
     # Break the stream, once, while the step continues.
     break_stream: bool = False
+    # Announce a step's weights so many seconds before their commit; 0: never. `break_announced`:
+    # then break the stream, once, while the step continues.
+    announce_seconds: float = 0.0
+    break_announced: bool = False
     disk_full: bool = False
     # Policies that it may hold at once; 0: any number.
     slots: int = 0
@@ -102,6 +106,8 @@ class FakeTrainer(FakeWorker, trainer_grpc.TrainerServicer):
         self.fetched: set[tuple[str, str]] = set()
         self._leaving: set[tuple[str, str]] = set()
         self._steps: dict[tuple[str, str, int], asyncio.Task[store_pb.StepCommit]] = {}
+        # By job, policy and step: weights that are announced before their commit.
+        self.announced: dict[tuple[str, str, int], common_pb.WeightsRef] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
         trainer_grpc.add_TrainerServicer_to_server(self, server)
@@ -250,6 +256,16 @@ class FakeTrainer(FakeWorker, trainer_grpc.TrainerServicer):
         if self.script.break_stream:
             self.script.break_stream = False
             raise Unavailable("the stream broke")
+        while self.script.announce_seconds and not self._steps[key].done():
+            if (stepped := self.announced.get(key)) is not None:
+                yield trainer_pb.StepEvent(
+                    state=common_pb.BINDING_STATE_PUBLISHING, stepped=stepped
+                )
+                if self.script.break_announced:
+                    self.script.break_announced = False
+                    raise Unavailable("the stream broke")
+                break
+            await asyncio.sleep(0.01)
         commit = await asyncio.shield(self._steps[key])
         yield trainer_pb.StepEvent(state=common_pb.BINDING_STATE_IDLE, commit=commit)
 
@@ -384,6 +400,14 @@ class FakeTrainer(FakeWorker, trainer_grpc.TrainerServicer):
         elif not claims:
             outcome, version = store_pb.STEP_OUTCOME_EMPTY, request.version
         weights = self._weights(request.job_id, request.policy, version)
+        if self.script.announce_seconds and outcome == store_pb.STEP_OUTCOME_APPLIED:
+            weights.trained_on.step_result = new_id("result")
+            stepped = common_pb.WeightsRef()
+            stepped.CopyFrom(weights)
+            for name in ("key", "checksum"):
+                stepped.ClearField(name)
+            self.announced[request.job_id, request.policy, request.step] = stepped
+            await asyncio.sleep(self.script.announce_seconds)
         metrics = {"loss/policy": 0.5, "grad_norm": float("nan")}
         if request.step in self.script.flat.get(request.policy, ()):
             metrics |= {"advantage/zero_fraction": 1.0, "grad_norm": 0.0}

@@ -463,6 +463,7 @@ class DeviceWeights(_message.Message):
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     TORCH_FIELD_NUMBER: _builtins.int
     NCCL_FIELD_NUMBER: _builtins.int
+    STEP_RESULT_FIELD_NUMBER: _builtins.int
     trainer: _builtins.str
     """"host:port" of the trainer."""
     host_id: _builtins.str
@@ -476,6 +477,11 @@ class DeviceWeights(_message.Message):
     server of other versions do not form.
     """
     nccl: _builtins.str
+    step_result: _builtins.str
+    """Identifies the weights that one optimizer step made on these devices: a step that is made again
+    gets another one. An engine that has loaded them before their commit knows them by it. Empty
+    for weights that no step of this binding has made.
+    """
     def __init__(
         self,
         *,
@@ -485,10 +491,11 @@ class DeviceWeights(_message.Message):
         device_uuid: _builtins.str = ...,
         torch: _builtins.str = ...,
         nccl: _builtins.str = ...,
+        step_result: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_uuid", b"device_uuid", "host_id", b"host_id", "nccl", b"nccl", "torch", b"torch", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_uuid", b"device_uuid", "host_id", b"host_id", "nccl", b"nccl", "step_result", b"step_result", "torch", b"torch", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -684,6 +684,55 @@ class UpdateWeightsResponse(_message.Message):
 Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
+class LoadAheadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    workers: _builtins.int
+    """As in UpdateWeightsRequest."""
+    @_builtins.property
+    def weights(self) -> _common_pb2.WeightsRef:
+        """The next version, as in StepEvent.stepped."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        weights: _common_pb2.WeightsRef | None = ...,
+        workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAheadRequest: _TypeAlias = LoadAheadRequest  # noqa: Y015
+
+@_typing.final
+class LoadAheadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    engines: _builtins.int
+    """Number of engines that have loaded the weights."""
+    def __init__(
+        self,
+        *,
+        engines: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAheadResponse: _TypeAlias = LoadAheadResponse  # noqa: Y015
+
+@_typing.final
 class SharedServer(_message.Message):
     """The use of an attached server by one rollout worker."""
 

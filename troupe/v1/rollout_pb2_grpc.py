@@ -54,6 +54,11 @@ class RolloutStub:
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.LoadAhead = channel.unary_unary(
+                '/troupe.v1.Rollout/LoadAhead',
+                request_serializer=troupe_dot_v1_dot_rollout__pb2.LoadAheadRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_rollout__pb2.LoadAheadResponse.FromString,
+                _registered_method=True)
         self.SleepEngines = channel.unary_unary(
                 '/troupe.v1.Rollout/SleepEngines',
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.SleepEnginesRequest.SerializeToString,
@@ -132,6 +137,16 @@ class RolloutServicer:
 
     def UpdateWeights(self, request, context):
         """Brings a policy's engines to a version, one after another; answers when all serve it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAhead(self, request, context):
+        """Has the engines of a policy load the weights of a step before its commit, from the trainer's
+        devices. They let out nothing that they compute with them before UpdateWeights names the
+        version; UpdateWeights with the former version, or some time without a call, brings them back
+        to it. Answers when they have loaded; engines that cannot do so keep the former version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -230,6 +245,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=troupe_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'LoadAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAhead,
+                    request_deserializer=troupe_dot_v1_dot_rollout__pb2.LoadAheadRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_rollout__pb2.LoadAheadResponse.SerializeToString,
             ),
             'SleepEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.SleepEngines,
@@ -390,6 +410,33 @@ class Rollout:
             '/troupe.v1.Rollout/UpdateWeights',
             troupe_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
             troupe_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Rollout/LoadAhead',
+            troupe_dot_v1_dot_rollout__pb2.LoadAheadRequest.SerializeToString,
+            troupe_dot_v1_dot_rollout__pb2.LoadAheadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,12 @@ class RolloutStub:
     """Ends running trajectories as ABORTED, and notifies the store and their streams."""
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
+    LoadAhead: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.LoadAheadRequest, _rollout_pb2.LoadAheadResponse]
+    """Has the engines of a policy load the weights of a step before its commit, from the trainer's
+    devices. They let out nothing that they compute with them before UpdateWeights names the
+    version; UpdateWeights with the former version, or some time without a call, brings them back
+    to it. Answers when they have loaded; engines that cannot do so keep the former version.
+    """
     SleepEngines: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SleepEnginesRequest, _rollout_pb2.SleepEnginesResponse]
     """Takes engines off their devices while trainers work there (`pipeline.colocate`), and brings
     them back to their targets. Both are idempotent.
@@ -76,6 +82,12 @@ class RolloutAsyncStub(RolloutStub):
     """Ends running trajectories as ABORTED, and notifies the store and their streams."""
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
+    LoadAhead: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LoadAheadRequest, _rollout_pb2.LoadAheadResponse]  # type: ignore[assignment]
+    """Has the engines of a policy load the weights of a step before its commit, from the trainer's
+    devices. They let out nothing that they compute with them before UpdateWeights names the
+    version; UpdateWeights with the former version, or some time without a call, brings them back
+    to it. Answers when they have loaded; engines that cannot do so keep the former version.
+    """
     SleepEngines: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepEnginesRequest, _rollout_pb2.SleepEnginesResponse]  # type: ignore[assignment]
     """Takes engines off their devices while trainers work there (`pipeline.colocate`), and brings
     them back to their targets. Both are idempotent.
@@ -134,6 +146,18 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.UpdateWeightsResponse, _abc.Awaitable[_rollout_pb2.UpdateWeightsResponse]]:
         """Brings a policy's engines to a version, one after another; answers when all serve it."""
+
+    @_abc_1.abstractmethod
+    def LoadAhead(
+        self,
+        request: _rollout_pb2.LoadAheadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.LoadAheadResponse, _abc.Awaitable[_rollout_pb2.LoadAheadResponse]]:
+        """Has the engines of a policy load the weights of a step before its commit, from the trainer's
+        devices. They let out nothing that they compute with them before UpdateWeights names the
+        version; UpdateWeights with the former version, or some time without a call, brings them back
+        to it. Answers when they have loaded; engines that cannot do so keep the former version.
+        """
 
     @_abc_1.abstractmethod
     def SleepEngines(

@@ -67,6 +67,7 @@ class WantedWeights(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
     WAVE_FIELD_NUMBER: _builtins.int
+    STEP_RESULT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     policy: _builtins.str
     version: _builtins.int
@@ -81,6 +82,10 @@ class WantedWeights(_message.Message):
     """A group that the server has joined before; empty if there is none."""
     format: _builtins.str
     """How the server takes tensors: a name in troupe.transfer.formats."""
+    step_result: _builtins.str
+    """Set for weights that may not be committed yet (`DeviceWeights.step_result`); they have no
+    checksum.
+    """
     @_builtins.property
     def wave(self) -> Global___UpdateWave:
         """The servers that a rollout worker updates together with this one. The trainer waits for them."""
@@ -97,10 +102,11 @@ class WantedWeights(_message.Message):
         group: _builtins.str = ...,
         format: _builtins.str = ...,
         wave: Global___UpdateWave | None = ...,
+        step_result: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wave", b"wave"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "format", b"format", "group", b"group", "job_id", b"job_id", "policy", b"policy", "ranks", b"ranks", "version", b"version", "wave", b"wave", "way", b"way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "format", b"format", "group", b"group", "job_id", b"job_id", "policy", b"policy", "ranks", b"ranks", "step_result", b"step_result", "version", b"version", "wave", b"wave", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -676,6 +682,7 @@ class StepEvent(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    STEPPED_FIELD_NUMBER: _builtins.int
     state: _common_pb2.BindingState.ValueType
     micro_batches: _builtins.int
     samples: _builtins.int
@@ -683,6 +690,13 @@ class StepEvent(_message.Message):
     @_builtins.property
     def commit(self) -> _experience_store_pb2.StepCommit:
         """Set on the last event."""
+
+    @_builtins.property
+    def stepped(self) -> _common_pb2.WeightsRef:
+        """Set as soon as the optimizer has made the step's weights, which can be sent from the devices
+        (SendWeights) while they are published and committed: without key, checksum and proof. Not set
+        for a step whose commit waits long for a disk.
+        """
 
     def __init__(
         self,
@@ -692,14 +706,20 @@ class StepEvent(_message.Message):
         samples: _builtins.int = ...,
         tokens: _builtins.int = ...,
         commit: _experience_store_pb2.StepCommit | None = ...,
+        stepped: _common_pb2.WeightsRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "_stepped", b"_stepped", "commit", b"commit", "stepped", b"stepped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit", "micro_batches", b"micro_batches", "samples", b"samples", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "_stepped", b"_stepped", "commit", b"commit", "micro_batches", b"micro_batches", "samples", b"samples", "state", b"state", "stepped", b"stepped", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit: _TypeAlias = _typing.Literal["commit"]  # noqa: Y015
     _WhichOneofArgType__commit: _TypeAlias = _typing.Literal["_commit", b"_commit"]  # noqa: Y015
+    _WhichOneofReturnType__stepped: _TypeAlias = _typing.Literal["stepped"]  # noqa: Y015
+    _WhichOneofArgType__stepped: _TypeAlias = _typing.Literal["_stepped", b"_stepped"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__commit) -> _WhichOneofReturnType__commit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stepped) -> _WhichOneofReturnType__stepped | None: ...
 
 Global___StepEvent: _TypeAlias = StepEvent  # noqa: Y015
 

@@ -247,7 +247,8 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SendWeights(self, request_iterator, context):
-        """Sends the committed weights of a bound policy through its device to one inference server. The
+        """Sends the weights of a bound policy through its device to one inference server: the committed
+        ones, or those of a step that is being published (`StepEvent.stepped`). The
         caller, which has the server, first sends a request; then it acknowledges `ready`, and each
         bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
         it is made once. A server that fails or leaves costs only itself, and those that are in a

@@ -83,7 +83,8 @@ class TrainerStub:
     leaves the stream. One event when they have started; an error if they end earlier.
     """
     SendWeights: _grpc.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]
-    """Sends the committed weights of a bound policy through its device to one inference server. The
+    """Sends the weights of a bound policy through its device to one inference server: the committed
+    ones, or those of a step that is being published (`StepEvent.stepped`). The
     caller, which has the server, first sends a request; then it acknowledges `ready`, and each
     bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
     it is made once. A server that fails or leaves costs only itself, and those that are in a
@@ -145,7 +146,8 @@ class TrainerAsyncStub(TrainerStub):
     leaves the stream. One event when they have started; an error if they end earlier.
     """
     SendWeights: _aio.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]  # type: ignore[assignment]
-    """Sends the committed weights of a bound policy through its device to one inference server. The
+    """Sends the weights of a bound policy through its device to one inference server: the committed
+    ones, or those of a step that is being published (`StepEvent.stepped`). The
     caller, which has the server, first sends a request; then it acknowledges `ready`, and each
     bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
     it is made once. A server that fails or leaves costs only itself, and those that are in a
@@ -306,7 +308,8 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.SendWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.SendWeightsEvent], _abc.AsyncIterator[_trainer_pb2.SendWeightsEvent]]:
-        """Sends the committed weights of a bound policy through its device to one inference server. The
+        """Sends the weights of a bound policy through its device to one inference server: the committed
+        ones, or those of a step that is being published (`StepEvent.stepped`). The
         caller, which has the server, first sends a request; then it acknowledges `ready`, and each
         bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
         it is made once. A server that fails or leaves costs only itself, and those that are in a

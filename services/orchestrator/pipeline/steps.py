@@ -12,7 +12,9 @@ The order of events in one step (`StepRunner`):
    publishes the new weights;
 5. commit: the trainer commits the step in the store, which moves the policy's version, for good;
 6. admit: `Engines.update` has every rollout worker load the version. When the version is served,
-   `StepWindow` may open a further step.
+   `StepWindow` may open a further step. Where steps do not overlap, engines that take weights from
+   the trainer's devices load them already during 4 and 5 (`Engines.load_ahead`), and serve them
+   from now on.
 
 Modes `serial` and `sync` train once the rollout is over, on the engines' devices if the job
 colocates them (`DeviceTurns`); `micro_batch` and `async` with the first samples that are ready; in
@@ -283,7 +285,8 @@ class StepRunner:
         if (found := self._queries.commits.get(policy)) is not None:
             commit = trainer.adopt(found)
         else:
-            commit = await trainer.run_step(self.step, self._deadline)
+            stepped = partial(self._load_ahead, policy)
+            commit = await trainer.run_step(self.step, self._deadline, stepped)
         # Commit: the version has moved.
         await self._job.shared.weight_versions.adopt(self._job.job_id, self._job.epoch, commit)
         await warn_of(self._job, self._name, commit)
@@ -298,6 +301,19 @@ class StepRunner:
         served[policy] = max(served[policy], self.step + 1)
         # More steps may open.
         self._context.tables.touch()
+
+    def _load_ahead(self, policy: str, weights: common_pb.WeightsRef | None) -> None:
+        """Have engines load a step's weights before their commit; None: have them go back.
+
+        Only where steps do not overlap: no turn is waiting then. With `async`, engines serve the
+        former version until the commit instead, since what they compute with the new one would be
+        held back.
+        """
+        engines = self._context.engines
+        if weights is None:
+            engines.give_up_ahead(policy)
+        elif self._mode != "async" and not self._context.hold.evaluations:
+            engines.load_ahead(weights)
 
     @property
     def _total(self) -> int:

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.crash_loops import CrashLoopGuard
@@ -59,6 +59,9 @@ class Engines:
         self._served: dict[WorkerHandle, dict[str, int]] = {}
         self._troubles: dict[WorkerHandle, str] = {}
         self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # By policy: the step result that workers were last told to load before its commit.
+        self._ahead: dict[str, str] = {}
+        self._background: set[asyncio.Task[None]] = set()
         # Metrics of updates since the last call of `values`.
         self._swaps: dict[str, float] = {}
         self._changed = asyncio.Event()
@@ -131,9 +134,12 @@ class Engines:
 
     async def run(self) -> None:
         """Keep every rollout worker prepared and its engines balanced, until cancelled."""
-        await run_all(
-            self._keep_all(), self._balancer.run(), self._shared.run(), self._gather_workers()
-        )
+        try:
+            await run_all(
+                self._keep_all(), self._balancer.run(), self._shared.run(), self._gather_workers()
+            )
+        finally:
+            await cancel_all(self._background)
 
     @property
     def device_classes(self) -> dict[str, str]:
@@ -214,6 +220,7 @@ class Engines:
 
         A worker that is lost meanwhile, or has lost the job, is left to `run`.
         """
+        self._ahead.pop(weights.policy, None)
         if self._wanted[weights.policy].version == weights.version:
             return
         self._wanted[weights.policy] = weights
@@ -228,6 +235,58 @@ class Engines:
             await self._shared.tell()
             self._note(weights.policy, swaps)
         self._notify()
+
+    def load_ahead(self, weights: common_pb.WeightsRef) -> None:
+        """Have prepared workers load a policy's next version before its commit, in the background.
+        `update` has them serve it. Repeatable.
+
+        A worker that cannot, or fails, loads the committed version.
+        """
+        if self._ahead.get(weights.policy) != weights.trained_on.step_result:
+            self._ahead[weights.policy] = weights.trained_on.step_result
+            self._start(self._load_ahead(weights))
+
+    def give_up_ahead(self, policy: str) -> None:
+        """Have workers go back to the committed version, in the background, if they were to load
+        the next one before its commit. Repeatable."""
+        if self._ahead.pop(policy, None) is not None:
+            self._start(self._bring_back(policy))
+
+    async def _load_ahead(self, weights: common_pb.WeightsRef) -> None:
+        policy, result = weights.policy, weights.trained_on.step_result
+        async with self._loading[policy]:  # an `update` waits for the end
+            follows = weights.version == self._wanted[policy].version + 1
+            if self._asleep or not follows or self._ahead.get(policy) != result:
+                return
+            workers = list(self._served)
+            request = rollout_pb.LoadAheadRequest(
+                request_id=new_id("ahead"), weights=weights, workers=len(workers)
+            )
+            await asyncio.gather(*(self._try_ahead(worker, request) for worker in workers))
+
+    async def _try_ahead(self, worker: WorkerHandle, request: rollout_pb.LoadAheadRequest) -> None:
+        with contextlib.suppress(TroupeError):  # the worker logs why
+            async with worker.while_alive():
+                await worker.rollout.LoadAhead(request, timeout=self.prepare_seconds)
+
+    async def _bring_back(self, policy: str) -> None:
+        async with self._loading[policy]:
+            ref = self._wanted[policy]
+            workers = list(self._served)
+            await asyncio.gather(*(self._try_back(one, ref, len(workers)) for one in workers))
+
+    async def _try_back(
+        self, worker: WorkerHandle, ref: common_pb.WeightsRef, workers: int
+    ) -> None:
+        # An engine that nobody tells goes back after a while by itself.
+        with contextlib.suppress(TroupeError):
+            async with worker.while_alive():
+                await self._call_update(worker, ref, self.prepare_seconds, workers)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def sleep(self, policies: Collection[str], deadline: Deadline) -> None:
         """Take the engines of these policies off their devices on all workers, until `wake`.

@@ -7,8 +7,8 @@ scheduler assigns to its lease, binds the policy there, and goes on elsewhere wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, TypeAlias
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.crash_loops import CrashLoopGuard
@@ -24,6 +24,8 @@ from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
+# Told of a step's weights before their commit, and, by None, that they may never be committed.
+Stepped: TypeAlias = Callable[[common_pb.WeightsRef | None], None]
 # Kinds of errors of a worker that cannot hold the policy; another one may.
 _TOO_LARGE: Final = (kinds.POLICY_TOO_LARGE, kinds.GANG_TOO_LARGE, kinds.GANG_UNEVEN)
 # Kinds of errors of a gang whose ranks have ended, or did not come.
@@ -214,8 +216,12 @@ class PolicyTrainer:
         self._publish, self._workers.bound = True, False
         await self.bind(deadline)
 
-    async def run_step(self, step: int, deadline: Deadline) -> store_pb.StepCommit:
-        """Train a step and return its commit, on as many workers as it takes."""
+    async def run_step(
+        self, step: int, deadline: Deadline, stepped: Stepped = lambda weights: None
+    ) -> store_pb.StepCommit:
+        """Train a step and return its commit, on as many workers as it takes. `stepped` is called
+        with the step's weights as soon as they can be sent, perhaps repeatedly; with None when
+        they may never be committed."""
         attempts, lease = RetryBackoff(deadline), self.lease
         with lease.demand.training(step):
             while True:
@@ -223,12 +229,13 @@ class PolicyTrainer:
                     if attempts.count and (commit := await self._committed(step)) is not None:
                         return self.adopt(commit)
                     worker = await self._bind(deadline)
-                    commit = await self._follow(worker, step, deadline, attempts)
+                    commit = await self._follow(worker, step, deadline, attempts, stepped)
                     if commit.outcome == store_pb.STEP_OUTCOME_APPLIED:
                         self._weights = commit.weights
                     self._crash_guard.clear()
                     return commit
                 except TroupeError as error:
+                    stepped(None)
                     await deadline.wait(lease.settled())
                     if error.kind == kinds.STEP_SUSPENDED or self.suspended:
                         continue  # it is resumed when the scheduler assigns a worker
@@ -440,7 +447,12 @@ class PolicyTrainer:
         return True
 
     async def _follow(
-        self, worker: WorkerHandle, step: int, deadline: Deadline, attempts: RetryBackoff
+        self,
+        worker: WorkerHandle,
+        step: int,
+        deadline: Deadline,
+        attempts: RetryBackoff,
+        stepped: Stepped,
     ) -> store_pb.StepCommit:
         request = trainer_pb.RunStepRequest(
             request_id=f"{self._job.job_id}-{self.policy}-{step}",
@@ -459,6 +471,8 @@ class PolicyTrainer:
                 self.lease.demand.note(event)
                 if event.HasField("commit"):
                     return event.commit
+                if event.HasField("stepped"):
+                    stepped(event.stepped)
         raise Unavailable(f"{worker} ended the step of {self.policy} without a commit")
 
     async def _committed(self, step: int) -> store_pb.StepCommit | None:

@@ -13,7 +13,8 @@ import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from services.rollout.engines.errors import (
@@ -27,6 +28,7 @@ from services.rollout.engines.errors import (
     ScoreRefused,
     TurnDeadline,
     TurnReturned,
+    UpdateFailed,
     WeightsRefused,
     lost_turn,
 )
@@ -35,6 +37,7 @@ from services.rollout.engines.requests import (
     DeviceSpeed,
     EngineLoad,
     EngineResponse,
+    LoadedAhead,
     Memory,
     Scored,
     ScoreRequest,
@@ -58,6 +61,11 @@ Tensors = Mapping[str, Any]
 InFlight = Literal["keep", "restart"]
 # How long `sleep` waits for turns in flight.
 DRAIN_SECONDS: Final = 30.0
+# How long weights that are loaded wait for their commit: while they are copied for restarts, and
+# recorded. Later the engine goes back to the former ones: nothing that it computes gets out, and
+# whoever was to say what became of the step may be lost.
+COMMIT_SECONDS: Final = 60.0
+COMMIT_BYTES_PER_SECOND: Final = 500e6
 # An engine whose aborted turns do not end within this time is declared dead.
 _ABORT_SECONDS: Final = 10.0
 
@@ -103,6 +111,8 @@ class ServingEngine(ABC):
         self._adapted: Adapted | None = None
         # That of the update under way.
         self._wave = UpdateWave("")
+        # Weights that are loaded, and not committed; the state is UPDATING then.
+        self._ahead: _Ahead | None = None
         # Serializes start, update, sleep and wake.
         self._changing = asyncio.Lock()
         # Cleared while weights change.
@@ -285,6 +295,7 @@ class ServingEngine(ABC):
         Repeatable. Raises `EngineAsleep` until the engine is woken.
         """
         async with self._changing:
+            self.give_up_ahead(f"version {ref.version} is loaded")
             began = time.monotonic()
             if self.version == ref.version and self._life.serves:
                 if self.checksum == ref.checksum:
@@ -323,6 +334,93 @@ class ServingEngine(ABC):
             finally:
                 self._settled.set()
             return exposed
+
+    def loads_ahead(self, ref: common_pb.WeightsRef) -> bool:
+        """Return whether the engine can load `ref`, the weights of a step that is not committed
+        yet, now."""
+        return False
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the engine has loaded weights that are not committed yet."""
+        return self._ahead is not None
+
+    def awaits(self, ref: common_pb.WeightsRef) -> bool:
+        """Return whether the engine has loaded `ref` before its commit."""
+        return self._ahead is not None and self._ahead.is_of(ref)
+
+    async def load_ahead(self, ref: common_pb.WeightsRef, wave: UpdateWave) -> bool:
+        """Load the weights of a step before its commit, from the trainer's device; return whether
+        that was done. Otherwise nothing has changed.
+
+        The engine computes with them, but lets nothing out before `admit`: turns wait. Without
+        `admit`, `update_weights` or `give_up_ahead` within a time that fits the publication of so
+        many bytes, it gives them up by itself. Raises `UpdateFailed`; the engine is STALE then.
+        """
+        async with self._changing:
+            if not self.loads_ahead(ref):
+                return False
+            began = time.monotonic()
+            self._wave = wave
+
+            def starting() -> None:
+                self._life.updating(ref.version)
+                self._settled.clear()
+
+            try:
+                loaded = await self._apply_ahead(ref, starting)
+                if loaded is None:
+                    return False
+                self._life.awaits_commit(ref.version)
+            except BaseException as error:
+                self._lose_updated(f"version {ref.version} was not loaded: {error!r}")
+                raise
+            seconds = COMMIT_SECONDS + self._num_bytes / COMMIT_BYTES_PER_SECOND
+            reason = f"version {ref.version} was not committed within {seconds:.0f} s"
+            timer = asyncio.get_running_loop().call_later(seconds, self.give_up_ahead, reason)
+            self._ahead = _Ahead(ref, loaded, began, timer)
+            return True
+
+    async def admit(self, ref: common_pb.WeightsRef) -> float:
+        """Verify the weights that were loaded before their commit, which is `ref`, and serve them;
+        returns the seconds in which nothing was served. Raises `UpdateFailed`, also if the engine
+        does not hold them any more."""
+        async with self._changing:
+            if self._ahead is None or not self._ahead.is_of(ref):
+                raise UpdateFailed(
+                    f"version {ref.version} is not loaded any more",
+                    field="engine",
+                    value=self.engine_id,
+                    remedy="Load it.",
+                )
+            ahead, self._ahead = self._ahead, None
+            ahead.timer.cancel()
+            exposed = ahead.loaded.exposed_seconds
+            try:
+                await self._verify_ahead(ref, ahead.loaded)
+                self._life.verified(ref.version, ref.checksum)
+            except BaseException as error:
+                self._lose_updated(f"version {ref.version} could not be verified: {error!r}")
+                raise
+            total = time.monotonic() - ahead.began
+            self.last_update = UpdateReport(ref.version, self._way, exposed, total)
+            self._settled.set()
+            return exposed
+
+    def give_up_ahead(self, reason: str) -> None:
+        """Have no weights any more, if those that are loaded are not committed: they have replaced
+        the former ones. Turns that they had a part in are returned. Repeatable."""
+        if self._ahead is not None:
+            self._ahead.timer.cancel()
+            self._ahead = None
+            self._lose_updated(reason)
+
+    def _lose_updated(self, reason: str) -> None:
+        """-> STALE, and return all turns, of an engine that has replaced its weights."""
+        if self.state == common_pb.ENGINE_STATE_UPDATING:
+            self._life.lost_weights(reason)
+            self._fail_turns(EngineStale(self.engine_id, self._life.name))
+        self._settled.set()
 
     def follow_keeper(self, followed: bool) -> None:
         """Say whether another worker brings this engine to new weights. Repeatable."""
@@ -366,6 +464,7 @@ class ServingEngine(ABC):
             self._require_alive()
             if (refusal := self._keeps_memory()) is not None:
                 raise refusal
+            self.give_up_ahead("goes to sleep")
             if self._life.now == common_pb.ENGINE_STATE_HEALTHY:
                 await self.drain("going to sleep", deadline_seconds=drain_seconds)
             self._fail_turns(TurnReturned(self.engine_id, "the engine goes to sleep"))
@@ -464,6 +563,22 @@ class ServingEngine(ABC):
     @abstractmethod
     async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         """Load what `_prepared` returned; returns the seconds in which nothing was served."""
+
+    @property
+    def _num_bytes(self) -> int:
+        """Bytes of the policy's weights, of engines that `loads_ahead`."""
+        raise NotImplementedError
+
+    async def _apply_ahead(
+        self, ref: common_pb.WeightsRef, starting: Callable[[], None]
+    ) -> LoadedAhead | None:
+        """Load `ref` from the trainer's device, after a call of `starting`; None, without a call,
+        if the trainer does not send it. Of engines that `loads_ahead`."""
+        raise NotImplementedError
+
+    async def _verify_ahead(self, ref: common_pb.WeightsRef, loaded: LoadedAhead) -> None:
+        """Raise `UpdateFailed` unless the weights that were loaded are those of `ref`."""
+        raise NotImplementedError
 
     async def _score(
         self, asked: Sequence[ScoreRequest], temperature: float
@@ -612,6 +727,26 @@ class ServingEngine(ABC):
         self._life.died(reason)
         self._asleep = frozenset()
         self._fail_turns(EngineDied(self.engine_id, reason))
+        self.give_up_ahead(reason)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Weights that were loaded before their commit. `ref`: without key and checksum. `began`: when
+    their load did. `timer`: gives them up."""
+
+    ref: common_pb.WeightsRef
+    loaded: LoadedAhead
+    began: float
+    timer: asyncio.TimerHandle
+
+    def is_of(self, ref: common_pb.WeightsRef) -> bool:
+        """Return whether the committed version `ref` is these weights."""
+        mine, theirs = (
+            (one.job_id, one.policy, one.version, one.trained_on.step_result)
+            for one in (self.ref, ref)
+        )
+        return bool(ref.trained_on.step_result) and mine == theirs
 
 
 def _range_of(ids: Sequence[int]) -> tuple[int, int]:

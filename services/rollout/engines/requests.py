@@ -93,6 +93,18 @@ class UpdateWave:
         return UpdateWave(new_id("wave"), servers, workers)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedAhead:
+    """Weights that were loaded before their commit.
+
+    `digest`: the server's own checksum of the weights before them; None if it computes none.
+    `exposed_seconds`: see `UpdateReport`.
+    """
+
+    digest: str | None
+    exposed_seconds: float
+
+
 NO_UPDATE: Final = UpdateReport(-1, "", 0.0, 0.0)
 
 

@@ -58,6 +58,11 @@ class EngineState:
             self._move(common_pb.ENGINE_STATE_STALE, self.message)
         self._move(common_pb.ENGINE_STATE_UPDATING, f"updating to version {version}")
 
+    def awaits_commit(self, version: int) -> None:
+        """Stay UPDATING: weights are loaded that are not committed yet."""
+        self._only_from(common_pb.ENGINE_STATE_UPDATING)
+        self.message = f"version {version} is loaded and waits for its commit"
+
     def verified(self, version: int, checksum: str) -> None:
         """-> HEALTHY: the new weights are loaded and verified."""
         self._only_from(common_pb.ENGINE_STATE_UPDATING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -129,6 +129,8 @@ class ServedPolicy:
         )
         self.router.on_lost = self._lost_turn
         self._updating = asyncio.Lock()
+        # Copies of weights to this host that engines serve already.
+        self._copying: set[asyncio.Task[None]] = set()
 
     @property
     def language(self) -> Language:
@@ -193,9 +195,37 @@ class ServedPolicy:
 
         Return the seconds of the transfer from another host. Raises the errors of `update`.
         """
-        if not self._target.precedes(ref) or not self._keeps_any:
+        if not self._target.precedes(ref) or not self._keeps_any or self._have_loaded(ref):
             return 0.0
         return await self._fetcher.fetch(ref, self._target.ref)
+
+    async def load_ahead(self, ref: common_pb.WeightsRef, workers: int = 1) -> int:
+        """Have engines load the next version before its commit, from its trainer's device, all
+        together; return how many did. `workers`: rollout workers that do so at the same time.
+
+        `update` lets them serve it. Engines that cannot, or fail, are left to `update`.
+        """
+        async with self._updating:
+            if ref.version != self._target.ref.version + 1:
+                return 0
+            keepers = [one for one in self._keepers.values() if one.may_load_ahead(ref)]
+            wave = UpdateWave.of(len(keepers), workers)
+            results = await asyncio.gather(
+                *(keeper.load_ahead(ref, wave) for keeper in keepers), return_exceptions=True
+            )
+        for keeper, result in zip(keepers, results, strict=True):
+            if isinstance(result, TroupeError):
+                engine_id = keeper.engine.engine_id
+                log.warning("not loaded before its commit", engine=engine_id, error=str(result))
+                keeper.nudge()
+            elif isinstance(result, BaseException):
+                raise result
+        return sum(result is True for result in results)
+
+    def _have_loaded(self, ref: common_pb.WeightsRef) -> bool:
+        """Return whether all engines that this worker keeps have loaded `ref` before its commit."""
+        kept = [keeper.engine for keeper in self._keepers.values() if keeper.kept]
+        return bool(kept) and all(engine.awaits(ref) for engine in kept)
 
     async def update(self, ref: common_pb.WeightsRef, workers: int = 1) -> float:
         """Bring the engines to `ref`, in waves; return the sum of exposed seconds. `workers`:
@@ -208,11 +238,16 @@ class ServedPolicy:
         async with self._updating:
             former = self._target.ref
             if not self._target.precedes(ref):
-                if not any(keeper.serves_target for keeper in self._keepers.values()):
+                served = any(keeper.serves_target for keeper in self._keepers.values())
+                # A version that they have loaded was not committed.
+                if not served or any(one.engine.ahead for one in self._keepers.values()):
                     await self._roll_out(workers)
                 return 0.0
-            # Fetched first: an engine that restarts meanwhile loads the former version.
-            if self._keeps_any:
+            if self._have_loaded(ref):
+                # Only restarts need a copy on this host.
+                self._copy_later(ref, former)
+            elif self._keeps_any:
+                # Fetched first: an engine that restarts meanwhile loads the former version.
                 await self._fetcher.fetch(ref, former)
             self._target.ref, self._target.rolling = ref, True
             try:
@@ -224,6 +259,19 @@ class ServedPolicy:
             finally:
                 self._target.rolling = False
                 self.router.wake()
+
+    def _copy_later(self, ref: common_pb.WeightsRef, former: common_pb.WeightsRef) -> None:
+        """Fetch weights to this host while engines serve them already."""
+
+        async def fetch() -> None:
+            try:
+                await self._fetcher.fetch(ref, former)
+            except TroupeError as error:  # a restart tries again
+                log.warning("weights were not copied", policy=self.name, error=str(error))
+
+        task = asyncio.create_task(fetch(), name=f"copy-{ref.key}")
+        self._copying.add(task)
+        task.add_done_callback(self._copying.discard)
 
     async def _roll_out(self, workers: int) -> float:
         keepers = self._keepers.values()
@@ -237,7 +285,7 @@ class ServedPolicy:
         if (keeper := self._keepers.get(engine_id)) is None:
             return
         verified = (server.version, server.checksum) if server.HasField("version") else None
-        keeper.share(kept=server.kept, vouched=verified)
+        keeper.share(kept=server.kept, vouched=verified, alone=server.workers <= 1)
         places = {str(number): 1.0 for number in range(max(1, server.workers))}
         self.router.set_limit(engine_id, split_limit(self._limit, places)[str(server.place)])
 
@@ -369,6 +417,7 @@ class ServedPolicy:
         Repeatable."""
         self.router.close(reason)
         await _cancel(self._late)
+        await _cancel(self._copying)
         keepers = (*self._keepers.values(), *self._leaving.values())
         await asyncio.gather(
             *(keeper.stop(reason, _RELEASE_SECONDS) for keeper in keepers), return_exceptions=True
@@ -387,7 +436,7 @@ async def wait_for_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
             raise result
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[float]]) -> None:
-    for task in tasks:
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in (ending := list(tasks)):
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*ending, return_exceptions=True)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import structlog
 
 from services.rollout.engines.base import ServingEngine
-from services.rollout.engines.errors import EngineDied
+from services.rollout.engines.errors import EngineDied, UpdateFailed
 from services.rollout.engines.requests import NO_UPDATE, UpdateWave
 from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher, weights_gone
 from troupe.rpc.errors import TroupeError, Unavailable
@@ -65,20 +65,27 @@ class EngineKeeper:
         # keeper), and `_vouched` is the version and checksum that it has verified there.
         self._kept = True
         self._vouched: tuple[int, str] | None = None
+        # Whether no other worker uses its server.
+        self._alone = True
 
     @property
     def kept(self) -> bool:
         """Whether this worker, not another, brings the engine to new weights."""
         return self._kept
 
-    def share(self, *, kept: bool, vouched: tuple[int, str] | None) -> None:
-        """Keep the engine, or follow another worker's. Repeatable.
+    def share(self, *, kept: bool, vouched: tuple[int, str] | None, alone: bool) -> None:
+        """Keep the engine, or follow another worker's. Repeatable. `alone`: no other worker uses
+        its server.
 
         An engine that is taken over is loaded again, since its keeper may have died during a load.
         """
         taken_over = kept and not self._kept
         self._kept, self._vouched = kept, vouched
         self.engine.follow_keeper(not kept)
+        self._alone = alone
+        if not alone:
+            # Others' turns would wait for a version that may never be.
+            self.engine.give_up_ahead("other workers use its server")
         if taken_over:
             self.engine.distrust("its keeper was lost")
             self.nudge()
@@ -113,7 +120,22 @@ class EngineKeeper:
     def takes_from_trainer(self) -> bool:
         """Whether the engine, which is up, is to load the target from its trainer's device."""
         lacks = self._kept and not (self.is_down or self.off_device or self.serves_target)
-        return lacks and self.engine.takes_from_trainer(self._target.ref)
+        return lacks and not self.has_target and self.engine.takes_from_trainer(self._target.ref)
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the engine has loaded the target before its commit."""
+        return self.engine.awaits(self._target.ref)
+
+    def may_load_ahead(self, ref: common_pb.WeightsRef) -> bool:
+        """Return whether the engine can load `ref` before its commit."""
+        here = self._kept and self._alone and not (self._retired or self.off_device)
+        return here and self.serves_target and self.engine.loads_ahead(ref)
+
+    async def load_ahead(self, ref: common_pb.WeightsRef, wave: UpdateWave) -> bool:
+        """Have the engine load `ref` before its commit; see `ServingEngine.load_ahead`."""
+        async with self._lock:
+            return self.may_load_ahead(ref) and await self.engine.load_ahead(ref, wave)
 
     @property
     def is_down(self) -> bool:
@@ -130,7 +152,7 @@ class EngineKeeper:
             serves=self.may_serve,
             waits=waits,
             turns=engine.load().running,
-            together=self.takes_from_trainer,
+            together=self.takes_from_trainer or self.has_target,
         )
 
     async def reach_target(self, wave: UpdateWave | None = None) -> float:
@@ -160,11 +182,27 @@ class EngineKeeper:
                 return 0.0
             # Read once: if the target moves meanwhile, its own update follows.
             ref = self._target.ref
-            await self._fetcher.fetch(ref)
-            with _missing_as_gone(ref):
-                exposed = await self.engine.update_weights(ref, self._fetcher.transfer, wave)
+            exposed = await self._admit(ref)
+            if exposed is None:
+                await self._fetcher.fetch(ref)
+                with _missing_as_gone(ref):
+                    exposed = await engine.update_weights(ref, self._fetcher.transfer, wave)
         self._on_change()
         return exposed
+
+    async def _admit(self, ref: common_pb.WeightsRef) -> float | None:
+        """Let the engine serve what it has loaded before the commit; None if it is not `ref`."""
+        if not self.engine.awaits(ref):
+            return None
+        try:
+            return await self.engine.admit(ref)
+        except UpdateFailed as error:
+            log.warning(
+                "an engine loads a version again", engine=self.engine.engine_id, error=str(error)
+            )
+            if self.is_down:
+                raise
+            return None
 
     async def sleep(self) -> None:
         """Take the engine off its devices until `wake`; an engine that is down stays down.
@@ -201,6 +239,8 @@ class EngineKeeper:
         anything."""
         if not self._kept or self.is_down or self.off_device or self.serves_target:
             return
+        if self.has_target:
+            return  # it fitted
         ref = self._target.ref
         await self._fetcher.fetch(ref)
         with _missing_as_gone(ref):

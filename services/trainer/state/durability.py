@@ -40,6 +40,9 @@ T = TypeVar("T")
 
 # Deadline in seconds of a call to the experience store.
 _CALL_SECONDS: Final = 60.0
+# A commit comes soon if the state that is written before it takes no longer. Engines that hold the
+# weights meanwhile wait longer (`services.rollout.engines.base.COMMIT_SECONDS`).
+_SOON_SECONDS: Final = 30.0
 # Share of the free host memory that a copy may take.
 _MEMORY_SHARE: Final = 0.8
 # The writer yields to threads that compute, where cores are short (as `nice`).
@@ -203,6 +206,12 @@ class Durability:
         if plan.background and copies:
             return True
         return not due_then and not self._over_high_water
+
+    def commits_soon(self, *, keeping: bool) -> bool:
+        """Return whether a step, whose weights are made, waits for no long write before its
+        commit. `keeping`: as `keeps_rows` has said."""
+        writing = self._costs.writing
+        return keeping or (writing is not None and writing <= _SOON_SECONDS)
 
     def _plan(self) -> StatePlan:
         return plan_states(self._spec.state.every, self._spec.state.background, self._costs)

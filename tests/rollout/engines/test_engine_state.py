@@ -14,6 +14,7 @@ from troupe.v1 import common_pb2 as common_pb
 MOVES = {
     "started": lambda life: life.started(),
     "updating": lambda life: life.updating(1),
+    "awaits_commit": lambda life: life.awaits_commit(2),
     "verified": lambda life: life.verified(1, "c"),
     "lost_weights": lambda life: life.lost_weights("lost"),
     "suspect": lambda life: life.suspect("late"),
@@ -54,6 +55,9 @@ class Life(RuleBasedStateMachine):
             assert allowed(ENGINE, before[0], after)
         if move == "verified":
             self.verified = True
+        if move == "awaits_commit":  # what is loaded serves nothing yet
+            assert after == before[0] == common_pb.ENGINE_STATE_UPDATING
+            assert not self.life.serves
         if after in (
             common_pb.ENGINE_STATE_STALE,
             common_pb.ENGINE_STATE_DEAD,

@@ -23,6 +23,7 @@ from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from services.rollout.engines.servers.http import seconds_for
 from services.rollout.engines.servers.interface import InferenceServer, ServerDescription
 from services.rollout.engines.servers.loaders import Loader, NewWeights, Tensors, UpdateSetting
+from services.rollout.engines.servers.verification import update_failed
 from troupe.contracts import kinds
 from troupe.doctor.interpreters import Environment
 from troupe.rpc import Aborted, DataLoss, TroupeError, Unavailable, connect
@@ -100,6 +101,39 @@ class DirectLoader(Loader):
             raise
         else:
             self._update = update
+
+    async def reserve_ahead(self, weights: NewWeights) -> bool:
+        """See `Loader.reserve_ahead`. A trainer that does not send costs nothing: the committed
+        version follows, by any way."""
+        if (way := self.chosen(weights.ref)) is None:
+            return False
+        update = _Update(self._server, weights, way, self._described.ranks, self._group)
+        try:
+            async with asyncio.timeout(_TURN_SECONDS):
+                self._group = await update.begin()
+        except (*_FAILURES, ServerGone) as error:
+            await update.close()
+            log.warning("%s: nothing is loaded before its commit: %s", self._server.url, error)
+            return False
+        except BaseException:
+            await update.close()
+            raise
+        self._update = update
+        return True
+
+    async def load_ahead(self) -> None:
+        """See `Loader.load_ahead`."""
+        update = self._update
+        assert update is not None  # reserved
+        try:
+            await update.run()
+        except _FAILURES as error:
+            self._failed(update.way, error)
+            raise update_failed(update.ref, str(error)) from error
+        except ServerGone:
+            self._refused.add(update.way)
+            raise
+        self._direct = update.way
 
     async def load(self, server: InferenceServer, *, flush: bool) -> bool:
         """Load from the trainer's devices, or by the other loader."""
@@ -204,7 +238,7 @@ class _Update:
         self, server: InferenceServer, weights: NewWeights, way: DirectWay, ranks: int, group: str
     ) -> None:
         """`group`: the one that the server has joined; empty if none."""
-        self.way = way
+        self.way, self.ref = way, weights.ref
         self._server, self._weights = server, weights
         self._wanted = trainer_pb.WantedWeights(
             job_id=weights.ref.job_id,
@@ -215,6 +249,7 @@ class _Update:
             ranks=ranks,
             group=group,
             format=server.bucket_format,
+            step_result=weights.ref.trained_on.step_result if weights.ahead else "",
             wave=trainer_pb.UpdateWave(
                 wave_id=weights.wave.wave_id,
                 servers=weights.wave.servers,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Final
+
+import torch
 
 from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.errors import (
@@ -23,7 +25,13 @@ from services.rollout.engines.errors import (
     TurnReturned,
     UpdateFailed,
 )
-from services.rollout.engines.requests import EngineLoad, EngineResponse, Memory, ScoreRequest
+from services.rollout.engines.requests import (
+    EngineLoad,
+    EngineResponse,
+    LoadedAhead,
+    Memory,
+    ScoreRequest,
+)
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.engines.servers.adapters import AdapterVersions, ServedAdapter
 from services.rollout.engines.servers.interface import SERVER_ERRORS, InferenceServer, ServerLoad
@@ -100,6 +108,8 @@ class ServerEngine(ServingEngine):
         self._former = ""
         # Where the weights that are being loaded are published.
         self._source: Transfer | None = None
+        # Tensors of the last version that was loaded as a whole, without values.
+        self._held: dict[str, torch.Tensor] = {}
         self._updates = 0
         self._misses = 0
         self._reported = ServerLoad()
@@ -141,6 +151,8 @@ class ServerEngine(ServingEngine):
 
     def follow_keeper(self, followed: bool) -> None:
         """See `ServingEngine.follow_keeper`."""
+        if followed:
+            self.give_up_ahead("another worker keeps its server")
         self._followed = self._server.followed = followed
 
     async def follow(self, ref: common_pb.WeightsRef) -> None:
@@ -211,10 +223,14 @@ class ServerEngine(ServingEngine):
 
     async def check(self) -> common_pb.EngineState.ValueType:
         """Probe the server: answered turns are proof of life; else it is asked for a token."""
-        if not self._life.alive or self.state == common_pb.ENGINE_STATE_UPDATING:
+        if not self._life.alive or (
+            self.state == common_pb.ENGINE_STATE_UPDATING and not self.ahead
+        ):
             return self.state
         if self._server.exited is not None:
             self._die(self._server.exited)
+            return self.state
+        if self.ahead:  # its commit, or a deadline, comes soon
             return self.state
         if self._asleep:  # it cannot generate
             return self.state
@@ -271,6 +287,7 @@ class ServerEngine(ServingEngine):
         for turn, future in self._unanswered():
             self._drop(turn)
             future.set_result(turn.result(aborted=True))
+        self.give_up_ahead("it was stopped")
         if self._background:
             await asyncio.wait(self._background, timeout=_ABORT_SECONDS)
         await self._server.down(for_good=True)
@@ -361,6 +378,60 @@ class ServerEngine(ServingEngine):
             return False
         return self._server.updater.takes_from_trainer(ref)
 
+    def loads_ahead(self, ref: common_pb.WeightsRef) -> bool:
+        """See `ServingEngine.loads_ahead`. Only over the version before, whose tensors the server
+        has shown to take; not where prefixes stay cached by version: some would be of weights that
+        were never committed."""
+        return (
+            self.state == common_pb.ENGINE_STATE_HEALTHY
+            and self.version == ref.version - 1
+            and not (self._asleep or self._followed)
+            and self._spec.engine.cache != "keep"
+            and bool(self._held)
+            and self._server.updater.knows_names(self._held)
+            and self.takes_from_trainer(ref)
+        )
+
+    @property
+    def _num_bytes(self) -> int:
+        """See `ServingEngine._num_bytes`."""
+        return sum(tensor.nbytes for tensor in self._held.values())
+
+    async def _apply_ahead(
+        self, ref: common_pb.WeightsRef, starting: Callable[[], None]
+    ) -> LoadedAhead | None:
+        def begun() -> None:
+            self._updates += 1
+            starting()
+
+        weights = NewWeights(self._held, ref, self._source, self._wave, ahead=True)
+        updater = self._server.updater
+        async with self._failing():
+            loaded = await updater.load_ahead(
+                weights, starting=begun, gate=partial(self._gate, ref)
+            )
+        self._way = updater.way
+        return loaded
+
+    async def _verify_ahead(self, ref: common_pb.WeightsRef, loaded: LoadedAhead) -> None:
+        async with self._failing():
+            await self._server.updater.verify_ahead(ref, loaded, self._num_bytes)
+
+    @contextlib.asynccontextmanager
+    async def _failing(self) -> AsyncIterator[None]:
+        """Convert the server's errors in an update into `UpdateFailed`."""
+        try:
+            yield
+        except ServerGone as error:
+            await self._lost(error)
+            raise UpdateFailed(
+                str(error), field="engine", value=self.engine_id, remedy="Restart the engine."
+            ) from error
+        except (BrokenReply, Refused) as error:
+            raise UpdateFailed(
+                str(error), field="engine", value=self.engine_id, remedy="Repeat the update."
+            ) from error
+
     async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
         await asyncio.to_thread(
             check_published, tensors, self._server.layout, self._spec.lora, ref.key
@@ -386,19 +457,10 @@ class ServerEngine(ServingEngine):
             with contextlib.suppress(*SERVER_ERRORS):
                 await self._server.api.end_update()
         known, self._former = self.checksum or self._former, ""
-        try:
+        async with self._failing():
             if self._adapted is not None:
                 return await self._load_adapter(self._adapted, ref)
             return await self._replace(tensors, ref, known)
-        except ServerGone as error:
-            await self._lost(error)
-            raise UpdateFailed(
-                str(error), field="engine", value=self.engine_id, remedy="Restart the engine."
-            ) from error
-        except BrokenReply as error:
-            raise UpdateFailed(
-                str(error), field="engine", value=self.engine_id, remedy="Repeat the update."
-            ) from error
 
     async def _replace(self, tensors: Tensors, ref: common_pb.WeightsRef, known: str) -> float:
         """Load all weights; `known`: checksum of those that the server holds, empty if unknown."""
@@ -413,6 +475,7 @@ class ServerEngine(ServingEngine):
             gate=partial(self._gate, ref),
         )
         self._way = updater.way
+        self._held = {name: tensor.to("meta") for name, tensor in each_once.items()}
         return exposed
 
     async def _load_adapter(self, adapted: Adapted, ref: common_pb.WeightsRef) -> float:

@@ -44,12 +44,14 @@ _NEEDED: Final[Mapping[str, Way]] = {
 class NewWeights:
     """A version that is to be loaded. `tensors`: each tensor once. `source`: where it is published
     under the key of `ref`; None if it is not published with just these tensors. `wave`: the engines
-    that load it from the trainer's device together."""
+    that load it from the trainer's device together. `ahead`: it is not committed or published yet,
+    and `tensors` have no values."""
 
     tensors: Mapping[str, torch.Tensor]
     ref: common_pb.WeightsRef
     source: Transfer | None = None
     wave: UpdateWave = field(default_factory=UpdateWave.of)
+    ahead: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +81,16 @@ class Loader(ABC):
     async def reserve(self) -> None:
         """The last part before the pause: what others must wait for while it lasts."""
         return
+
+    async def reserve_ahead(self, weights: NewWeights) -> bool:
+        """Like `reserve`, without `prepare`, for weights that are not committed. Returns whether
+        `load_ahead` may follow."""
+        return False
+
+    async def load_ahead(self) -> None:
+        """Like `load`, after `reserve_ahead`. Raises `UpdateFailed` and `ServerGone`; the server
+        may then hold a part of the weights."""
+        raise NotImplementedError
 
     @abstractmethod
     async def load(self, server: InferenceServer, *, flush: bool) -> bool:

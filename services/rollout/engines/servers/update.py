@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
 from transformers import PretrainedConfig
 
 from services.rollout.engines.errors import Refused, UpdateFailed
+from services.rollout.engines.requests import LoadedAhead
 from services.rollout.engines.servers.interface import (
     InferenceServer,
     RunningTurns,
@@ -97,24 +98,11 @@ class Updater:
         )
         before = await self._server.weights_digest(num_bytes) if changed else None
         await self._loader.reserve()
-        began = time.monotonic()
-        gate(False)
-        try:
-            emptied = await self._server.pause(self._turns)
-            try:
-                flushed = await self._loader.load(self._server, flush=emptied)
-                if not (flushed or self._keep_cache):
-                    await self._flush()
-                if self._described.names_versions:
-                    await self._server.set_version(str(ref.version))
-            finally:
-                await self._server.resume()
-            paused = time.monotonic() - began
-        except Refused as error:
-            raise update_failed(ref, str(error)) from error
-        finally:
-            gate(True)
-            await self._loader.release()
+
+        async def load(emptied: bool) -> bool:
+            return await self._loader.load(self._server, flush=emptied)
+
+        paused = await self._exchange(ref, load, gate)
         await self._loader.loaded()
         try:
             await self._verify(ref, proof, before, num_bytes)
@@ -124,6 +112,68 @@ class Updater:
             raise
         await self._names.run(weights.tensors, ref)
         return paused
+
+    async def load_ahead(
+        self, weights: NewWeights, *, starting: Callable[[], None], gate: Callable[[bool], None]
+    ) -> LoadedAhead | None:
+        """Load weights before their commit, without a proof; None if the trainer does not send
+        them.
+
+        `starting` is called before anything changes; `gate`, errors: see `run`."""
+        if not await self._loader.reserve_ahead(weights):
+            return None
+
+        async def load(emptied: bool) -> bool:
+            await self._loader.load_ahead()
+            return False
+
+        try:
+            digest = await self._server.weights_digest(weights.num_bytes)
+        except BaseException:
+            await self._loader.release()
+            raise
+        starting()
+        return LoadedAhead(digest, await self._exchange(weights.ref, load, gate))
+
+    async def verify_ahead(
+        self, ref: common_pb.WeightsRef, loaded: LoadedAhead, num_bytes: int
+    ) -> None:
+        """Raise `UpdateFailed` unless what was loaded before its commit is `ref`; also the server's
+        errors."""
+        if (proof := Proof.of(ref)) is None:
+            raise update_failed(ref, "it was committed without a proof")
+        await self._verify(ref, proof.within(self._max_context), loaded.digest, num_bytes)
+
+    async def _exchange(
+        self,
+        ref: common_pb.WeightsRef,
+        load: Callable[[bool], Awaitable[bool]],
+        gate: Callable[[bool], None],
+    ) -> float:
+        """Pause, `load`, name the version and continue; returns the seconds of the pause. `load` is
+        told whether the cache can be flushed at once, and returns whether it was."""
+        began = time.monotonic()
+        gate(False)
+        try:
+            emptied = await self._server.pause(self._turns)
+            try:
+                flushed = await load(emptied)
+                if not (flushed or self._keep_cache):
+                    await self._flush()
+                if self._described.names_versions:
+                    await self._server.set_version(str(ref.version))
+            finally:
+                await self._server.resume()
+            return time.monotonic() - began
+        except Refused as error:
+            raise update_failed(ref, str(error)) from error
+        finally:
+            gate(True)
+            await self._loader.release()
+
+    def knows_names(self, names: Collection[str]) -> bool:
+        """Return whether the server is known to take tensors of these names."""
+        return self._names.knows(names)
 
     async def proof_of(
         self, ref: common_pb.WeightsRef, tensors: Tensors, adapter: AdapterContent | None = None

@@ -16,7 +16,7 @@ import asyncio
 import functools
 import logging
 from collections import ChainMap, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -140,10 +140,14 @@ class NamesCheck:
         # Whether another worker has checked the next ones, which serves them.
         self.trusted = False
 
+    def knows(self, names: Collection[str]) -> bool:
+        """Return whether the server is known to take tensors of these names."""
+        return self.trusted or self._taken == set(names)
+
     async def run(self, tensors: Mapping[str, torch.Tensor], ref: common_pb.WeightsRef) -> None:
         """Raise `UpdateFailed` for a kind of `tensors` that the server does not take. It holds
         them, and serves no turn with them yet. Raises the server's errors but `Refused`."""
-        if self.trusted or self._taken == tensors.keys():
+        if self.knows(tensors.keys()):
             return
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         before = await self._fingerprint(num_bytes)
