@@ -519,9 +519,9 @@ def check_goes_on(record: JobRecord, spec: JobSpec) -> None:
         field=end.field,
         value=spec.limits.job_seconds if limit else spec.stop.metric if spec.stop else None,
         remedy=f"Resume it with a larger `{JOB_SECONDS}`, or without one (it has run for "
-        f"{record.ran_seconds:.0f} s)."
+        f"{record.ran_seconds:.0f} s): --set {JOB_SECONDS}=SECONDS."
         if limit
-        else "Resume it with another `stop` (`at`, `patience`, ...), or without one.",
+        else "Resume it with another `stop`, or without one: --set stop.at=VALUE.",
     )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.orchestrator.state.trajectories import repeat_shared
 from services.rollout.trajectories.transcripts import transcript_of
 from tests.rollout.house import House, evaluation, make_spec, training
+from troupe.contracts.conversations import repeat_shared
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import ScriptedPolicy, TurnRecord, play
