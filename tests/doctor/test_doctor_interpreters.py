@@ -121,6 +121,16 @@ def test_servers_need_a_compiler_where_there_are_devices(monkeypatch: pytest.Mon
     assert len(interpreters.server_of("sglang", server, OWN, devices=0)) == 1
 
 
+def test_a_server_outside_of_process_groups_may_have_any_nccl_and_no_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interpreters, "nvcc", lambda: None)
+    packages = {"vllm": "0.32.0", "torch": "2.11.0", "nvidia-nccl-cu13": "2.28.9"}
+    server = Environment("/vllm/python", "3.11.7", packages)
+    found = interpreters.server_of("vllm", server, OWN, devices=8)
+    assert [(one.subject, one.verdict) for one in found] == [("vllm", Verdict.GOOD)]
+
+
 def test_the_compiler_is_looked_for_where_servers_look(tmp_path: Path) -> None:
     for place in ("home/bin", "path"):
         program = tmp_path / place / "nvcc"

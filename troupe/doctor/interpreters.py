@@ -218,7 +218,7 @@ def server_of(kind: str, found: Environment, own: Environment, devices: int) -> 
     if not devices:
         return [good(kind, text)]
     findings = [good(kind, text)]
-    if own.nccl != nccl:
+    if KINDS[kind].joins_groups and own.nccl != nccl:
         findings = [
             problem(
                 kind,
@@ -227,6 +227,8 @@ def server_of(kind: str, found: Environment, own: Environment, devices: int) -> 
                 f"Install the release of {kind} that docs/gpus.md names.",
             )
         ]
+    if not KINDS[kind].needs_nvcc:
+        return findings
     if (compiler := nvcc()) is None:
         findings.append(
             problem(

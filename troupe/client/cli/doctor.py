@@ -28,7 +28,8 @@ def doctor(
             "--server",
             metavar="KIND=PYTHON",
             help="The Python of an inference server's environment, such as "
-            "sglang=~/sglang/bin/python. May be repeated. Default: TROUPE_SGLANG_PYTHON.",
+            "sglang=~/sglang/bin/python. May be repeated. Default: TROUPE_SGLANG_PYTHON and "
+            "TROUPE_VLLM_PYTHON.",
         ),
     ] = None,
     redis_url: Annotated[

@@ -17,7 +17,9 @@ class EngineKind:
     `spread_arguments`: arguments of a launched server that say over how many devices it spreads,
     and on which; the job's field `tensor_parallel` sets them. `python_variable`: environment
     variable of rollout workers with the Python of the servers' environment. `requirement`: what pip
-    installs there: the release whose torch and NCCL are the trainer's.
+    installs there: a release that was tested. `joins_groups`: servers form process groups with
+    trainers, for which both need the same release of NCCL. `needs_nvcc`: servers compile CUDA
+    kernels when they start.
     """
 
     name: str
@@ -26,6 +28,8 @@ class EngineKind:
     spread_arguments: frozenset[str] = frozenset()
     python_variable: str = ""
     requirement: str = ""
+    joins_groups: bool = False
+    needs_nvcc: bool = False
 
     @property
     def install(self) -> str:

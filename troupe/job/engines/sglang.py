@@ -11,5 +11,8 @@ SGLANG: Final = EngineKind(
     is_server=True,
     spread_arguments=frozenset({"--tp", "--tp-size", "--tensor-parallel-size", "--base-gpu-id"}),
     python_variable="TROUPE_SGLANG_PYTHON",
+    # The release whose torch and NCCL are the trainer's.
     requirement="sglang==0.5.21",
+    joins_groups=True,
+    needs_nvcc=True,
 )
