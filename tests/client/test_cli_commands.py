@@ -71,7 +71,7 @@ def test_tags_notes_and_the_job_s_own_file(run: Run, cluster: Stage) -> None:
     status, out, _ = run("jobs", "annotate", "mine", "--tag", "a", "--tag", "b", "--notes", "first")
     assert (status, out) == (0, "tags         a b\nnotes        first\n")
     assert "tags         b" in run("jobs", "annotate", "mine", "--remove-tag", "a")[1]
-    assert re.search(r"mine +running +micro_batch +b +1/3", run("jobs", "list")[1])
+    assert re.search(r"mine +running +micro_batch +b +0 +1/3", run("jobs", "list")[1])
     assert "notes        first" in run("jobs", "show", "mine")[1]
     assert json.loads(run("jobs", "show", "mine", "--json")[1])["tags"] == ["b"]
     status, _, err = run("jobs", "annotate", "mine")
@@ -296,7 +296,7 @@ def test_schema_and_reference_cover_every_field(run: Run, tmp_path: Path) -> Non
     page = out.read_text()
     assert "## `policies.<name>.model`" in page
     assert "| `lr` | number, > 0, ≤ 1000 | `1e-05` | Peak learning rate. |" in page
-    assert "| `kind` | `embedded`, `sglang` or `vllm` | `embedded` |" in page
+    assert "| `kind` | `embedded` or `sglang` or `vllm` | `embedded` |" in page
     for definition in schema["$defs"].values():
         for field in definition["properties"]:
             assert f"| `{field}` |" in page

