@@ -87,8 +87,9 @@ async def test_a_restarted_job_asks_the_same_queries(cluster: Cluster, mode: str
 
 
 async def test_steps_that_overlap_choose_one_after_another(cluster: Cluster) -> None:
-    """Mode async, with queries that join and are carried over: every number is used once, no task
-    starves, and a step asks none twice while there are others."""
+    """Mode async, with queries that join and are carried over: every number is used once, and no
+    task starves. (A task whose query has ended may be asked again in the same step: each choice
+    knows what has ended by then.)"""
     cluster.rollouts[0].script.reward = lambda ticket: {
         "solver": float(solved(ticket)),
         "checker": float(solved(ticket)),
@@ -105,9 +106,6 @@ async def test_steps_that_overlap_choose_one_after_another(cluster: Cluster) -> 
     numbers = [one.number for step in asked for one in step]
     assert len(set(numbers)) == len(numbers)
     assert {one.item for step in asked for one in step} == set(range(ITEMS))
-    for step in asked:
-        items = [one.item for one in step if one.pool is not TaskPool.ASKED]
-        assert len(set(items)) == len(items)
 
 
 async def test_metrics_say_what_was_chosen(cluster: Cluster) -> None:

@@ -166,7 +166,7 @@ def init(
         (f"cd {shlex.quote(str(directory))}", ""),
         ("python model.py", "a small model, for a first run on the CPU"),
         ("troupe workflow try job.yaml", "plays the team with made-up replies"),
-        ("python -m pytest", "its test (pip install pytest)"),
+        ("python -m pytest", "its test (`pip install pytest`)"),
         ("troupe job validate job.yaml --imports", "checks the job, its code and its data"),
         ("troupe train job.yaml", "trains it, about two minutes on two cores"),
     ):
