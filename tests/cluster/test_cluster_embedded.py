@@ -42,7 +42,7 @@ from troupe.cluster.errors import (
 )
 from troupe.cluster.layout import ChildSpec
 from troupe.cluster.probes import Probe, ProbeKind
-from troupe.cluster.redis import append_file, ping, redis_executable, write_config
+from troupe.cluster.redis import ping, redis_executable, write_config
 from troupe.cluster.state import (
     ClusterLock,
     ClusterState,
@@ -363,8 +363,6 @@ def test_the_children_of_a_killed_supervisor_are_ended_by_the_next(
     rollout = next(s for s in first.services if s.name == "rollout-0")
     assert rollout.pid is not None
     assert psutil.pid_exists(rollout.pid)
-    # The stubs, unlike services, have written nothing.
-    append_file(settings.data_dir).write_bytes(b"*1\r\n$4\r\nPING\r\n")
 
     second = start_detached(settings.model_copy(update={"stop_seconds": 0.5}))
 

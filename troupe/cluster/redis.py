@@ -56,7 +56,7 @@ def mend_append_file(data_dir: Path, server: str, *, expected: bool) -> str:
     A power cut leaves part of a command, zeros, or both there; Redis does not start on zeros. The
     program `server` (redis-server) also acts as redis-check-aof, which finds the end of the last
     whole command or transaction. No Redis may run in the directory. Raises `RedisDataDamaged` for
-    any other damage and for an `expected` file that is missing or empty; OSError.
+    any other damage and for an `expected` file that is missing; OSError.
     """
     path = append_file(data_dir)
     home = path.parent
@@ -66,9 +66,7 @@ def mend_append_file(data_dir: Path, server: str, *, expected: bool) -> str:
         if expected and home.exists():
             raise RedisDataDamaged(path, "is missing, although a Redis has run here")
         return ""
-    if (size := path.stat().st_size) == 0:
-        if expected:  # the services of a cluster write before they are ready
-            raise RedisDataDamaged(path, "is empty, although a Redis has run here")
+    if (size := path.stat().st_size) == 0:  # as after a power cut before the first write
         return ""
     limit = _CHECK_SECONDS + size / SLOWEST_BYTES_PER_SECOND
     try:
