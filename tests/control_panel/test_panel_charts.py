@@ -170,8 +170,8 @@ async def test_a_name_has_one_colour_everywhere_and_after_a_reload(
             await page.click("[href='#conversations']")
             await page.click("[data-trajectory=t1]")
             turn = page.locator("#conversation .turn").first
-            speaker = "n => getComputedStyle(n).getPropertyValue('--speaker')"
-            assert await turn.evaluate(speaker) == found["solver"]
+            # Waited for: the page may draw the conversation again meanwhile.
+            await expect(turn).to_have_css("--speaker", found["solver"])
             seen.append(found | by_policy)
         assert seen[0] == seen[1]
         assert faults == []
