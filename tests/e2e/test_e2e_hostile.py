@@ -152,8 +152,8 @@ async def test_a_job_lives_on_while_others_misbehave(cluster: Standing) -> None:
     ("project", "notice"),
     [
         ("exits", "no Weights & Biases: UserCodeExit: SystemExit: 1"),
-        ("hangs", "Weights & Biases does not answer: the job goes on"),
-        ("logs", "Weights & Biases does not answer: the job goes on"),
+        ("hangs", "Weights & Biases does not answer: the job continues"),
+        ("logs", "Weights & Biases does not answer: the job continues"),
     ],
 )
 async def test_a_sink_that_exits_or_hangs_is_a_notice(
