@@ -19,10 +19,14 @@ from troupe.cluster.daemon import stop_running
 from troupe.cluster.state import running_state
 from troupe.rpc.errors import InvalidArgument
 
+# A suite that a shell runs in the background ignores SIGINT, and so would its programs.
 PROGRAM = """
 import asyncio
+import signal
 import troupe
 from troupe.client import JobFailed
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def go(name="team", steps=2, **more):
     return troupe.train(
@@ -83,11 +87,7 @@ asyncio.run(cell())
 
 def test_an_interrupt_pauses_the_job_and_stops_the_cluster(project: Project) -> None:
     # So many steps that it cannot end before the signal arrives.
-    # A suite that a shell runs in the background ignores SIGINT, and so would the program.
-    ending = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "try:\n    go(steps=5000)\nexcept KeyboardInterrupt:\n    print('interrupted')"
-    )
+    ending = "try:\n    go(steps=5000)\nexcept KeyboardInterrupt:\n    print('interrupted')"
     process = start(project, ending)
     read_until(process, r"^step 2/5000")
     process.send_signal(signal.SIGINT)
