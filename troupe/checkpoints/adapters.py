@@ -11,9 +11,11 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import save_file
 
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.transfer.deferred import DeferredTensors, TensorGroup
@@ -114,6 +116,13 @@ class AdapterContent:
             "use_dora": False,
             "modules_to_save": None,
         }
+
+    def save(self, folder: Path, base_model: str | None = None) -> None:
+        """Write the files of PEFT's `save_pretrained` into `folder`. Raises OSError."""
+        about = json.dumps(self.peft_config(base_model), indent=2)
+        (folder / "adapter_config.json").write_text(about + "\n")
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
     def _check(self) -> None:
         modules = self.modules

@@ -193,10 +193,8 @@ class Jobs:
                     )
                 self._launch_if_left(record)
                 return record
-            _check_something_left(record, spec or record.spec())
+            _check_goes_on(record, spec or record.spec())
             self._check_turns(job_id, spec or record.spec())
-            if record.state == common_pb.JOB_STATE_SUCCEEDED and record.early_end:
-                check_goes_on(record, spec or record.spec())
             record = await self._shared.store.move(
                 job_id,
                 common_pb.JOB_STATE_SUBMITTED,
@@ -464,7 +462,7 @@ async def _parse(text: str, overrides: Mapping[str, str] | None = None) -> JobSp
         raise _explain(error) from error
 
 
-def _check_something_left(record: JobRecord, spec: JobSpec) -> None:
+def _check_goes_on(record: JobRecord, spec: JobSpec) -> None:
     """Raise `FailedPrecondition` for a job that has succeeded and would do nothing under `spec`, or
     could not continue exactly."""
     if record.state != common_pb.JOB_STATE_SUCCEEDED:
@@ -488,6 +486,8 @@ def _check_something_left(record: JobRecord, spec: JobSpec) -> None:
             remedy=f"Give it more: troupe jobs resume {record.job_id} --set "
             f"pipeline.steps={2 * max(record.step, 1)}.",
         )
+    if record.early_end and (end := EarlyEnd.of(spec, record)) is not None:
+        raise _ends_again(record, spec, end)
 
 
 def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
@@ -507,13 +507,10 @@ def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
     return differences(old, spec)
 
 
-def check_goes_on(record: JobRecord, spec: JobSpec) -> None:
-    """Raise `FailedPrecondition` if a job that ended early would end again at once under `spec`."""
-    end = EarlyEnd.of(spec, record)
-    if end is None:
-        return
+def _ends_again(record: JobRecord, spec: JobSpec, end: EarlyEnd) -> FailedPrecondition:
+    """Return the error of a job that ended early, and would end again at once under `spec`."""
     limit = end.field == JOB_SECONDS
-    raise FailedPrecondition(
+    return FailedPrecondition(
         f"job {record.job_id} ended early after step {end.step}, and would end again: {end.text}",
         kind="job_ended_early",
         field=end.field,

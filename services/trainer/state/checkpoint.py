@@ -91,10 +91,8 @@ def save_checkpoint(
         found = ""
         if adapter is not None:
             base = _base_path(path, adapter, lineage, tokenizer)
-            about = adapter.content(torch.float32).peft_config(base)
-            (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-            tensors = {name: t.to(dtype).contiguous() for name, t in weights.items()}
-            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            tensors = {name: t.to(dtype) for name, t in weights.items()}
+            replace(adapter.content(torch.float32), tensors=tensors).save(folder, base)
         else:
             found = _write_model(folder, model, weights, dtype, progress)
         if found and verified is not None and not verified(found):

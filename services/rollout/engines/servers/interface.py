@@ -7,10 +7,11 @@ sleep, health, launching and attaching.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import torch
@@ -184,6 +185,22 @@ class ServerReply:
         if count == 0 or (unchanged and asked_of is not None):
             return [asked_of or 0] * count
         return None
+
+    def with_routes(self, routes: Indices, shape: RoutingShape, tokens: int) -> ServerReply:
+        """The reply with the experts that the first `tokens` - 1 of prompt and response were sent
+        to, of all layers, in any shape of so many numbers. Raises `BrokenReply`."""
+        try:
+            found = shape.compact(routes.reshape(-1, shape.layers, shape.top_k))
+        except ValueError as error:
+            raise BrokenReply(f"it does not say which experts it used: {error!r}") from error
+        if problem := shape.problem(found, tokens):
+            raise BrokenReply(problem)
+        return replace(self, routes=found)
+
+
+def logprobs_of(values: Iterable[float | None]) -> list[float]:
+    """Log-probs; JSON has no NaN, so servers write null for what broken weights compute."""
+    return [math.nan if value is None else float(value) for value in values]
 
 
 class Unfit(Exception):

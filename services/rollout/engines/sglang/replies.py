@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from services.rollout.engines.errors import BrokenReply
-from services.rollout.engines.servers.interface import ServerLoad, ServerReply, VersionName
+from services.rollout.engines.servers.interface import (
+    ServerLoad,
+    ServerReply,
+    VersionName,
+    logprobs_of,
+)
 from troupe.mixtures import RoutingShape
 
 
@@ -95,7 +99,7 @@ def reply_of(meta: Mapping[str, Any]) -> ServerReply:
         # An abort before prefill has no log-probs at all.
         rows = meta.get("output_token_logprobs") or []
         given, ids, *_ = zip(*rows, strict=False) if rows else ((), ())
-        tokens, logprobs = list(map(int, ids)), _numbers(given)
+        tokens, logprobs = list(map(int, ids)), logprobs_of(given)
         finish, named = meta["finish_reason"], meta.get("weight_version")
         count = meta.get("completion_tokens", len(tokens))
         if count != len(tokens):
@@ -124,22 +128,14 @@ def routes_of(
     [tokens - 1, layers, k]: int32 in base64, of all layers. Raises `BrokenReply`."""
     try:
         found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
-        routes = shape.compact(found.reshape(-1, shape.layers, shape.top_k))
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenReply(f"it does not say which experts it used: {error!r}") from error
-    if problem := shape.problem(routes, tokens):
-        raise BrokenReply(problem)
-    return replace(reply, routes=routes)
+    return reply.with_routes(found, shape, tokens)
 
 
 def prompt_logprobs(meta: Mapping[str, Any]) -> list[float]:
     """Log-probs of the prompt's tokens after the first. Raises `BrokenReply`."""
     try:
-        return _numbers([row[0] for row in meta["input_token_logprobs"][1:]])
+        return logprobs_of([row[0] for row in meta["input_token_logprobs"][1:]])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BrokenReply(f"no log-probs of the prompt: {error!r}") from error
-
-
-def _numbers(values: Sequence[float | None]) -> list[float]:
-    """Log-probs; JSON has no NaN, so servers write null for what broken weights compute."""
-    return [math.nan if value is None else float(value) for value in values]

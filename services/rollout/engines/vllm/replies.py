@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +19,7 @@ from services.rollout.engines.servers.interface import (
     ServerReply,
     Unfit,
     VersionName,
+    logprobs_of,
 )
 from troupe.mixtures import RoutingShape
 
@@ -130,7 +130,7 @@ def reply_of(reply: Mapping[str, Any]) -> ServerReply:
         details = reply["usage"].get("prompt_tokens_details") or {}
         return ServerReply(
             tokens,
-            _numbers(row["logprob"] for row in rows),
+            logprobs_of(row["logprob"] for row in rows),
             aborted=choice["finish_reason"] == "abort",
             cached_tokens=int(details.get("cached_tokens") or 0),
             spans=[
@@ -150,25 +150,17 @@ def routes_of(
     try:
         content = base64.b64decode(answer["choices"][0]["routed_experts"])
         found = np.load(io.BytesIO(content), allow_pickle=False).astype(np.int32)
-        routes = shape.compact(found.reshape(-1, shape.layers, shape.top_k))
     except (KeyError, TypeError, ValueError, EOFError) as error:
         raise BrokenReply(f"it does not say which experts it used: {error!r}") from error
-    if problem := shape.problem(routes, tokens):
-        raise BrokenReply(problem)
-    return replace(reply, routes=routes)
+    return reply.with_routes(found, shape, tokens)
 
 
 def prompt_logprobs(reply: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
     """Log-probs of `ids` after the first. Raises `BrokenReply`."""
     try:
         rows = reply["prompt_logprobs"][1:]
-        return _numbers(
+        return logprobs_of(
             row[str(token)]["logprob"] for row, token in zip(rows, ids[1:], strict=True)
         )
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenReply(f"no log-probs of the prompt: {error!r}") from error
-
-
-def _numbers(values: Iterable[float | None]) -> list[float]:
-    """Log-probs; JSON has no NaN, so servers write null for what broken weights compute."""
-    return [math.nan if value is None else float(value) for value in values]

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import orjson
-from safetensors.torch import save_file
 
 from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from services.rollout.engines.servers.http import CONTROL_SECONDS, HttpServer, Json, seconds_for
@@ -303,7 +302,7 @@ class VllmServer(HttpServer):
         del shared
         place = self._adapters[name] = Scratch("troupe-adapter-")
         try:
-            await asyncio.to_thread(_write, content, place)
+            await asyncio.to_thread(content.save, place.path)
             await self._send(
                 "POST",
                 "/v1/load_lora_adapter",
@@ -373,10 +372,3 @@ def sampling_of(turn: EngineTurn) -> Json:
         drawn = sampling.drawn + len(turn.token_ids)
         found["seed"] = (turn.seed + _SEED_STEP * drawn) & _INT63
     return found
-
-
-def _write(content: AdapterContent, place: Scratch) -> None:
-    """Write an adapter as PEFT does."""
-    (place.path / "adapter_config.json").write_bytes(orjson.dumps(content.peft_config()))
-    tensors = {name: tensor.contiguous() for name, tensor in content.tensors.items()}
-    save_file(tensors, place.path / "adapter_model.safetensors", metadata={"format": "pt"})
