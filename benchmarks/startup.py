@@ -5,7 +5,7 @@
 Starts `troupe up` in a fresh process, waits until the cluster is ready, submits a job with a team
 of two policies (0.36 and 0.15 million parameters with random weights) and follows it to the end of
 its third step. `start_*` are figures at readiness, `first_step_*` from the launch of `troupe up` to
-the end of step 1. CPU seconds are those of all processes of the cluster, the supervisor and ended
+the end of step 1. CPU seconds count all processes of the cluster, the supervisor and ended
 ones included; memory is the sum of their proportional set sizes (PSS), in which a shared page
 counts once. `memory_mib` is the largest sum, sampled every half second until the third step ends.
 `--quick` stops at readiness. The files are in the page cache after the first run, which is not

@@ -57,7 +57,7 @@ class IntervalView(View):
 
 
 class OriginView(View):
-    """What a policy began with."""
+    """The origin of a policy's first weights (`init_from`)."""
 
     job_id: str
     """Job of the policy; empty for a checkpoint of unknown origin."""
@@ -78,7 +78,7 @@ class FieldChangeView(View):
 
 
 class JobChangeView(View):
-    """What a resume changed of a job's specification."""
+    """A change of a job's specification by a resume."""
 
     at: str
     step: int
@@ -139,9 +139,9 @@ class JobView(View):
     notes: str
     """Users' own text about the job."""
     history: list[JobChangeView]
-    """What was changed when it was resumed, oldest first."""
+    """Changes of its specification by resumes, oldest first."""
     origins: dict[str, OriginView]
-    """What its policies began with (`init_from`), by policy."""
+    """Origins of its policies' first weights (`init_from`), by policy."""
     spec: str
     """The specification as JSON, defaults filled in."""
 

@@ -153,7 +153,7 @@ class AsyncClient:
         the same specification under the same id is the same job. The files that its `code` names
         are sent along. `tags` (short words) and `notes` are for people, and
         `AsyncJobHandle.annotate` changes them later. `given`: the text to show as the job's own
-        file, by default that of `spec` (`AsyncJobHandle.given_spec`). Raises
+        file; default: the text of `spec` (`AsyncJobHandle.given_spec`). Raises
         `troupe.job.JobSpecError` for an invalid specification, and `InvalidArgument` for functions
         or rows that cannot be sent.
         """

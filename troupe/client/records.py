@@ -65,7 +65,7 @@ class ResolvedSetting(Record):
 
 @dataclass(frozen=True)
 class PolicyOrigin(Record):
-    """What a policy began with (`init_from`)."""
+    """The origin of a policy's first weights (`init_from`)."""
 
     # The policy of another job, and its version; empty and None for a checkpoint of unknown origin.
     job_id: str
@@ -96,7 +96,7 @@ class FieldChange(Record):
 
 @dataclass(frozen=True)
 class JobChange(Record):
-    """What a resume changed of a job's specification."""
+    """A change of a job's specification by a resume."""
 
     at: datetime
     # Steps that were done: the first step under the change is the next one.
@@ -181,9 +181,9 @@ class Job(Record, id_from="job_id"):
     notes: str = ""
     """Users' own text about the job."""
     history: tuple[JobChange, ...] = ()
-    """What was changed when it was resumed, oldest first."""
+    """Changes of its specification by resumes, oldest first."""
     origins: dict[str, PolicyOrigin] = field(default_factory=dict)
-    """What its policies began with (`init_from`), by policy."""
+    """Origins of its policies' first weights (`init_from`), by policy."""
     spec_json: str = field(repr=False, default="")
 
     @property

@@ -445,7 +445,7 @@ class InitFromSpec(Section):
     policy: str | None = None
     """Name of the policy in that job. Default: this policy's."""
     version: int | None = Field(default=None, ge=0, le=MAX_INT)
-    """Version of which that job has a checkpoint. Default: its newest checkpoint."""
+    """Version whose checkpoint that job has kept. Default: its newest checkpoint."""
     path: str | None = None
     """Directory of a checkpoint on the orchestrator's host, or a URL that fsspec knows
     (`s3://BUCKET/FOLDER`), which is fetched when the job starts."""
@@ -490,8 +490,8 @@ class PolicySpec(Section):
     network: NetworkSpec | None = None
     """A small network that plays `environment`."""
     init_from: InitFromSpec | None = None
-    """First weights, in place of those of `model`: `JOB`, `JOB@VERSION`, or the path or URL of a
-    checkpoint; or the section (docs/going-on.md)."""
+    """First weights, which replace the weights of `model`: `JOB`, `JOB@VERSION`, or the path or URL
+    of a checkpoint; or the section (docs/going-on.md)."""
     trainable: bool = True
     """False: a frozen policy, which is served but not trained."""
     lora: LoraSpec | None = None

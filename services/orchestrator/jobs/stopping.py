@@ -27,8 +27,8 @@ _NOTE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class Watched:
-    """What `stop` has seen of its metric. `rule`: the section as it was; another one begins
-    anew."""
+    """The values of its metric that `stop` has seen. `rule`: the section as it was; another one
+    begins anew."""
 
     rule: str
     best: float | None = None
