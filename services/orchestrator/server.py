@@ -309,10 +309,7 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
     async def ListHostUse(
         self, request: orchestrator_pb.ListHostUseRequest, context: Any
     ) -> orchestrator_pb.ListHostUseResponse:
-        since, until = (
-            getattr(request, name).ToNanoseconds() / 1e9 if request.HasField(name) else None
-            for name in ("since", "until")
-        )
+        since, until = (_time_of(request, name) for name in ("since", "until"))
         return await self._at.shared.hosts.between(since, until, request.points)
 
     async def GeneratePolicy(
@@ -439,6 +436,27 @@ def _page_size(request: Any, most: int = _MAX_PAGE_SIZE) -> int:
     if request.page_size < 0:
         raise InvalidArgument("must not be negative", field="page_size", value=request.page_size)
     return min(request.page_size or _PAGE_SIZE, most)
+
+
+def _time_of(request: Any, field: str) -> float | None:
+    """Return a timestamp of a request in seconds since the epoch; None if it was not given.
+
+    Raises `InvalidArgument` for what is no date between the years 1 and 9999: protobuf carries any
+    number.
+    """
+    if not request.HasField(field):
+        return None
+    stamp = getattr(request, field)
+    try:
+        nanoseconds: int = stamp.ToNanoseconds()
+    except ValueError:
+        raise InvalidArgument(
+            "is not a timestamp",
+            field=field,
+            value=f"{stamp.seconds} s and {stamp.nanos} ns",
+            remedy="Give seconds between the years 1 and 9999, and 0 to 999,999,999 nanoseconds.",
+        ) from None
+    return nanoseconds / 1e9
 
 
 def _check_id(request: Any) -> None:

@@ -215,7 +215,10 @@ class HostHistory:
         )
         width = max(rows * self._seconds, (until - since) / (points or _POINTS))
         found = await self._redis.call(
-            "XRANGE", host_use_rows(rows), max(0, round(1000 * since)), round(1000 * until)
+            "XRANGE",
+            host_use_rows(rows),
+            max(0, round(1000 * since)),
+            max(0, round(1000 * until)),
         )
         return await asyncio.to_thread(_binned, found or (), width)
 

@@ -172,6 +172,26 @@ async def test_a_bad_range_names_its_field(
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("field", ["since", "until"])
+@pytest.mark.parametrize(("seconds", "nanos"), [(0, -1), (0, 2**31 - 1), (2**62, 0), (-(2**40), 0)])
+async def test_what_is_no_date_is_refused_by_field_and_value(
+    cluster: Cluster, field: str, seconds: int, nanos: int
+) -> None:
+    request = orchestrator_pb.ListHostUseRequest()
+    stamp = getattr(request, field)
+    stamp.seconds, stamp.nanos = seconds, nanos
+    with pytest.raises(InvalidArgument) as caught:
+        await cluster.api.ListHostUse(request)
+    assert caught.value.field == field
+    assert str(seconds or nanos) in str(caught.value)
+
+
+async def test_a_range_before_the_epoch_is_empty(cluster: Cluster) -> None:
+    request = orchestrator_pb.ListHostUseRequest()
+    request.since.seconds, request.until.seconds = -62135596800, -1
+    assert not (await cluster.api.ListHostUse(request)).hosts
+
+
 async def test_heartbeats_bring_measurements_that_survive_a_restart(
     cluster: Cluster,
 ) -> None:
