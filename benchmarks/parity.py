@@ -62,32 +62,33 @@ def trl_curve(python: Path, model: Path, work: Work) -> Curve:
     return [step["reward"] for step in trl_steps(done.stdout.splitlines())]
 
 
-def compare(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
-    """Return the statistics of all seeds' curves; `parity` is the verdict."""
+def compare(ours: Sequence[Curve], theirs: Sequence[Curve], *, peer: str = "trl") -> dict[str, Any]:
+    """Return the statistics of all seeds' curves; `parity` is the verdict. `peer`: the key of
+    `theirs`."""
     last = min(LAST, *(len(curve) for curve in (*ours, *theirs)))
-    final = _test([curve[-last:] for curve in ours], [curve[-last:] for curve in theirs])
+    final = _test([curve[-last:] for curve in ours], [curve[-last:] for curve in theirs], peer)
     low, high = final["interval"]
     return {
         "parity": bool(final["p"] > 0.05 and (high - low) / 2 <= HALF_WIDTH),
         **final,
         # A difference in learning speed would show here before the end.
-        "whole_curve": _test(ours, theirs),
+        "whole_curve": _test(ours, theirs, peer),
         "last_steps": last,
         "seeds": len(ours),
         "curves": {
             name: [[round(value, 4) for value in curve] for curve in curves]
-            for name, curves in (("troupe", ours), ("trl", theirs))
+            for name, curves in (("troupe", ours), (peer, theirs))
         },
     }
 
 
-def _test(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
+def _test(ours: Sequence[Curve], theirs: Sequence[Curve], peer: str) -> dict[str, Any]:
     """Return Welch's test of the curves' means."""
     mine, others = [statistics.fmean(c) for c in ours], [statistics.fmean(c) for c in theirs]
     test = stats.ttest_ind(mine, others, equal_var=False)
     return {
         "troupe": _summary(mine),
-        "trl": _summary(others),
+        peer: _summary(others),
         "difference": round(statistics.fmean(mine) - statistics.fmean(others), 4),
         "interval": [round(float(end), 4) for end in test.confidence_interval(0.95)],
         "p": round(float(test.pvalue), 3),
