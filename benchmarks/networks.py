@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.command import finish, options_of, progress, run_program
-from troupe.job.network import NetworkSpec
+from troupe.job.sections.network import NetworkSpec
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.jobs import make_learner
 from troupe.networks.vector import make_environment

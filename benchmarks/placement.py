@@ -31,7 +31,7 @@ from troupe.cluster.inventory import NodeShares, assign, fill
 from troupe.devices import GIB, Device, parse_devices
 from troupe.job import JobSpec, parse_job
 from troupe.job.automatic import with_values
-from troupe.job.balancing import engine_count
+from troupe.job.sections.balancing import engine_count
 from troupe.scheduling.binding import Bind, BindingRules, Policy, RankWorker, decide
 from troupe.scheduling.devices import (
     DeviceHost,

@@ -13,7 +13,7 @@ from services.trainer.claims import RecentClaims, refs_of
 from services.trainer.learning.samples import column_of
 from tests.support.conversations import Conversation, Said, assert_same_tokens, cumulative
 from troupe import prefixes
-from troupe.job.algorithm import ROUTES_COLUMN
+from troupe.job.sections.algorithm import ROUTES_COLUMN
 from troupe.rpc import DataLoss
 from troupe.tensors import ChecksumError, from_proto, to_proto
 from troupe.v1 import experience_store_pb2 as store_pb

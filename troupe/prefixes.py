@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from troupe.contracts.payloads import Payloads, common_tokens, places_of
-from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
+from troupe.job.sections.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.rpc.errors import DataLoss
 from troupe.tensors import ChecksumError, from_proto, ids_to_proto, to_proto
 from troupe.v1 import common_pb2 as common_pb

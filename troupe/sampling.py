@@ -1,6 +1,6 @@
 """The values of sampling parameters, which jobs, workflows and clients of an endpoint share.
 
-A job checks them by its schema (`troupe.job.sections.SamplingSpec`), a workflow's turn and a
+A job checks them by its schema (`troupe.job.sections.agents.SamplingSpec`), a workflow's turn and a
 request by `READERS`. Both use the bounds below, and both convert other servers' spellings to the
 spelling of engines.
 """

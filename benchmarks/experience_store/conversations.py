@@ -26,7 +26,7 @@ from benchmarks.experience_store.workload import (
 )
 from services.trainer.claims import RecentClaims
 from troupe import prefixes, tensors
-from troupe.job.algorithm import ROUTES_COLUMN
+from troupe.job.sections.algorithm import ROUTES_COLUMN
 from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb

@@ -23,7 +23,7 @@ from services.rollout.workflow_program import WorkflowProgram
 from troupe.functions.shipped import open_shipped, using
 from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job_in_thread
-from troupe.job.balancing import engine_count
+from troupe.job.sections.balancing import engine_count
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.defaults import CPU, defaults_of, described_device
 from troupe.transfer import Transfer

@@ -13,7 +13,7 @@ from services.rollout.engines.requests import Scored, ScoreRequest
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.serving.policy import ServedPolicy
 from troupe.contracts import kinds
-from troupe.job.algorithm import TEACHER_COLUMN
+from troupe.job.sections.algorithm import TEACHER_COLUMN
 from troupe.rpc.errors import (
     DeadlineExceeded,
     FailedPrecondition,

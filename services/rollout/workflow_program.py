@@ -16,7 +16,7 @@ from services.rollout.trajectories.queries import QuerySource
 from services.rollout.trajectories.trajectory import RunningTrajectory
 from troupe.data.demonstrations import TRIED_ROWS, renderer_of
 from troupe.job import JobSpec
-from troupe.job.sections import OfflineSpec
+from troupe.job.sections.run import OfflineSpec
 from troupe.outcomes import shown
 from troupe.rpc.errors import InvalidArgument
 from troupe.states import OFFLINE

@@ -11,7 +11,7 @@ from troupe.algorithms.corrections import corrected_loss, masked_weights, trunca
 from troupe.algorithms.losses import grpo_loss_sum
 from troupe.algorithms.objectives import importance_ratio
 from troupe.algorithms.statistics import TokenStatistics
-from troupe.job.algorithm import Correction, Loss
+from troupe.job.sections.algorithm import Correction, Loss
 
 RATIOS = torch.tensor([0.1, 0.5, 1.0, 1.9, 2.0, 2.1, math.inf], dtype=torch.float64)
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}

@@ -18,7 +18,7 @@ from troupe.algorithms.advantages import ADVANTAGES as ADVANTAGES_BY_NAME
 from troupe.algorithms.losses import grpo_loss_sum, normalizer, token_weights
 from troupe.algorithms.values import gae, value_loss
 from troupe.job import AlgorithmSpec
-from troupe.job.algorithm import Advantage, Loss
+from troupe.job.sections.algorithm import Advantage, Loss
 
 # All that a job may say.
 ADVANTAGES, LOSSES = get_args(Advantage), get_args(Loss)

@@ -18,7 +18,7 @@ from troupe.algorithms.linear_loss import Head, linear_loss
 from troupe.algorithms.losses import grpo_loss_sum, token_weights
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.algorithms.values import clipped_values, value_loss
-from troupe.job.algorithm import Correction, Loss
+from troupe.job.sections.algorithm import Correction, Loss
 
 LOSSES: list[Loss] = ["ppo_clip", "gspo", "cispo", "dppo_mask"]
 CORRECTIONS: list[Correction] = ["none", "truncated", "masked", "sequence_masked"]

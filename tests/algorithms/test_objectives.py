@@ -15,7 +15,7 @@ from troupe.algorithms.logprobs import sequence_means, sequence_sums
 from troupe.algorithms.losses import Normalize, grpo_loss_sum, normalizer, token_weights
 from troupe.algorithms.objectives import clipped_loss, importance_ratio, is_outside
 from troupe.algorithms.statistics import TokenStatistics
-from troupe.job.algorithm import Correction, Loss
+from troupe.job.sections.algorithm import Correction, Loss
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 LOSSES: list[Loss] = ["ppo_clip", "gspo", "cispo", "dppo_mask"]

@@ -24,7 +24,7 @@ from troupe.data.tables import DataError
 from troupe.data.tasks import TaskMix, TaskSplit, open_tasks
 from troupe.functions.library.answers import solves_puzzle
 from troupe.job import RowsSpec, TasksSpec, parse_job
-from troupe.job.data import JobTasksSpec
+from troupe.job.sections.data import JobTasksSpec
 from troupe.workflow.errors import EntrypointError
 from troupe.workflow.languages import Language, token_counter
 

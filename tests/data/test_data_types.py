@@ -31,7 +31,7 @@ from troupe.data.rows import DataRows, load_rows
 from troupe.data.tables import DataError
 from troupe.data.tasks import open_tasks
 from troupe.job import RowsSpec, TasksSpec
-from troupe.job.data import JobTasksSpec
+from troupe.job.sections.data import JobTasksSpec
 from troupe.outcomes import json_text
 from troupe.workflow import Role, Sampling
 

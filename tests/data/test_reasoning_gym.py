@@ -12,7 +12,7 @@ import pytest
 from troupe.data.reasoning_gym import PuzzleTasks, entry_of
 from troupe.data.tasks import open_tasks
 from troupe.functions.library.answers import solves_puzzle
-from troupe.job.data import TasksSpec
+from troupe.job.sections.data import TasksSpec
 from troupe.workflow.errors import EntrypointError
 
 # Not installed on machines without a C compiler.

@@ -9,7 +9,7 @@ import pytest
 from troupe.data.tables import DataError
 from troupe.data.tasks import open_tasks
 from troupe.functions import shipped
-from troupe.job.data import TasksSpec
+from troupe.job.sections.data import TasksSpec
 
 
 def test_a_job_reads_the_files_that_it_sends_and_no_others(

@@ -20,7 +20,7 @@ from troupe.functions import declaration_of
 from troupe.functions.library import answers
 from troupe.functions.library.mathematics import math
 from troupe.job import JobSpecError, parse_job
-from troupe.job.functions import READY
+from troupe.job.sections.functions import READY
 from troupe.workflow.loading import load_attribute
 
 

@@ -12,8 +12,8 @@ from troupe.cluster.inventory import NodeShares, assign, fill
 from troupe.devices import parse_devices
 from troupe.job import JobSpec, JobSpecError
 from troupe.job.automatic import Decision, JobDevices, decide, is_open, with_values
-from troupe.job.balancing import engine_count
 from troupe.job.loading import job_of
+from troupe.job.sections.balancing import engine_count
 from troupe.job.sizing import setup_of, shapes_of
 from troupe.scheduling.memory import SLEEPING_SERVER_BYTES, rank_memory
 

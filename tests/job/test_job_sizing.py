@@ -16,7 +16,7 @@ from services.trainer.learning.model import shape_of_model
 from tests.support.architectures import ARCHITECTURES, MIXTURE
 from tests.support.training import make_spec
 from troupe.job import JobSpec
-from troupe.job.policy import ModelSpec
+from troupe.job.sections.policy import ModelSpec
 from troupe.job.sizing import SOLD, read_shape, setup_of, shape_of_config
 from troupe.scheduling.memory import TrainingSetup, rank_memory
 from troupe.twin.costs import model_config

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from troupe.job.network import NetworkSpec
+from troupe.job.sections.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.actor import Actor, PlayedCopies, Seat
 from troupe.networks.fragments import Fragment

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.networks.test_network_rows import fragment
-from troupe.job.network import NetworkSpec
+from troupe.job.sections.network import NetworkSpec
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.fragments import SHAPES, Fragment
 from troupe.networks.jobs import make_learner

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from services.rollout.networks.arena import Arena, Play, ServedVersion
 from tests.networks.worlds import HERE, Part, Solo, cast, solo, twisted
 from troupe.job import JobSpec
-from troupe.job.network import NetworkSpec
+from troupe.job.sections.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.actor import Actor, PlayedCopies, Seat
 from troupe.networks.jobs import make_learner

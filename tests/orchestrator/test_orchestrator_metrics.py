@@ -25,7 +25,7 @@ from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import RedisAccess
 from tests.support.cluster import Cluster, job_yaml
 from troupe.job import parse_job
-from troupe.job.algorithm import AlgorithmSpec
+from troupe.job.sections.algorithm import AlgorithmSpec
 from troupe.rpc import ClientSettings
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb

@@ -12,7 +12,7 @@ pytest.importorskip("pyspiel")
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchrl")
 
-from troupe.job.network import NetworkSpec, PPOSpec, QLearningSpec  # noqa: E402
+from troupe.job.sections.network import NetworkSpec, PPOSpec, QLearningSpec  # noqa: E402
 from troupe.networks.actor import Actor, Seat  # noqa: E402
 from troupe.networks.environments.openspiel import GameCopies  # noqa: E402
 from troupe.networks.jobs import make_learner  # noqa: E402

@@ -33,7 +33,7 @@ from troupe.cluster.embedded import is_free, pick_ports
 from troupe.cluster.redis import require_redis
 from troupe.cluster.settings import ClusterSettings
 from troupe.endpoint.server import EndpointServer
-from troupe.job.policy import EngineSpec
+from troupe.job.sections.policy import EngineSpec
 from troupe.rpc import NO_RETRY, ClientSettings, InvalidArgument, TroupeError, connect
 from troupe.rpc.addresses import (
     has_ipv6,

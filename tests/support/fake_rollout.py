@@ -18,7 +18,7 @@ from tests.support.experience import make_sample
 from tests.support.fake_worker import FakeWorker
 from tests.support.waiting import until
 from troupe.job import JobSpec
-from troupe.job.balancing import engine_count
+from troupe.job.sections.balancing import engine_count
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb

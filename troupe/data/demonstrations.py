@@ -21,7 +21,10 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Final, Literal
 
-from troupe.job.sections import OfflineSpec, SupervisedSpec
+from troupe.job.sections.run import (
+    OfflineSpec,
+    SupervisedSpec,
+)
 from troupe.model_output import read_json
 from troupe.outcomes import utf8_text
 from troupe.workflow.conversation import ChatTokenizer

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from troupe.data.tables import BATCH, DataError, Names, Table, open_table
-from troupe.job.data import RowsSpec, reader_of
+from troupe.job.sections.data import RowsSpec, reader_of
 from troupe.outcomes import JSON_DEPTH, NotJsonError, json_text
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from troupe.functions import shipped
-from troupe.job.data import READERS, RowsSpec, reader_of
 from troupe.job.section import no_directory
+from troupe.job.sections.data import READERS, RowsSpec, reader_of
 from troupe.outcomes import described, shown
 from troupe.workflow.errors import WorkflowError
 

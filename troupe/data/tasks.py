@@ -13,7 +13,7 @@ import numpy as np
 
 from troupe.data.rows import CountTokens, DataRows, load_rows
 from troupe.data.tables import DataError, check_files_apart
-from troupe.job.data import TasksSpec
+from troupe.job.sections.data import TasksSpec
 from troupe.workflow.environments.adapters.verifiers import VerifiersTasks
 from troupe.workflow.loading import Tasks, load_tasks
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Final
 
-from troupe.job.balancing import engine_count
-from troupe.job.policy import PolicySpec
+from troupe.job.sections.balancing import engine_count
+from troupe.job.sections.policy import PolicySpec
 from troupe.job.sizing import SOLD, setup_of
 from troupe.job.spec import JobSpec
 from troupe.scheduling.filling import fill_engines, fill_gangs

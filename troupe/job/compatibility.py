@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from troupe.job.engines import KINDS, kinds_with
-from troupe.job.policy import EngineSpec, OptimizerSpec, PolicySpec, TrainerSpec
 from troupe.job.section import Section
+from troupe.job.sections.policy import EngineSpec, OptimizerSpec, PolicySpec, TrainerSpec
 from troupe.job.spec import JobSpec
 
 # Trainer settings that also matter for frozen policies, since they have leases.

@@ -9,13 +9,6 @@ from functools import cached_property
 
 from pydantic import Field
 
-from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec
-from troupe.job.balancing import BalancingSpec
-from troupe.job.data import JobTasksSpec
-from troupe.job.functions import FunctionSpec, ToolSpec
-from troupe.job.network import EnvironmentSpec
-from troupe.job.policy import PolicySpec
-from troupe.job.population import Pools, PopulationSpec
 from troupe.job.section import (
     JOB_NAME,
     MAX_AGENTS,
@@ -24,8 +17,18 @@ from troupe.job.section import (
     Section,
     Seed,
 )
-from troupe.job.sections import (
+from troupe.job.sections.agents import (
     AgentSpec,
+    RoutingSpec,
+)
+from troupe.job.sections.algorithm import REFERENCE_COLUMN, AlgorithmSpec
+from troupe.job.sections.balancing import BalancingSpec
+from troupe.job.sections.data import JobTasksSpec
+from troupe.job.sections.functions import FunctionSpec, ToolSpec
+from troupe.job.sections.network import EnvironmentSpec
+from troupe.job.sections.policy import PolicySpec
+from troupe.job.sections.population import Pools, PopulationSpec
+from troupe.job.sections.run import (
     BestSpec,
     CheckpointSpec,
     CodeSpec,
@@ -38,7 +41,6 @@ from troupe.job.sections import (
     OfflineSpec,
     PipelineSpec,
     PreferencesSpec,
-    RoutingSpec,
     StateSpec,
     SupervisedSpec,
 )

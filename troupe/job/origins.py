@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from troupe.job.policy import ModelSpec, PolicySpec
+from troupe.job.sections.policy import ModelSpec, PolicySpec
 from troupe.job.sizing import read_config
 from troupe.job.spec import JobSpec
 from troupe.rpc.errors import InvalidArgument

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from troupe.job.hub import known_config
-from troupe.job.policy import ModelSpec
+from troupe.job.sections.policy import ModelSpec
 from troupe.job.spec import JobSpec
 from troupe.scheduling.defaults import (
     CPU_UNCUT,

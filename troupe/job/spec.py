@@ -9,15 +9,19 @@ from typing import Any, Final, Self
 from pydantic import field_validator, model_validator
 
 from troupe.contracts import metric_names
-from troupe.job.algorithm import AlgorithmSpec
-from troupe.job.balancing import BalancingSpec
-from troupe.job.data import TasksSpec
 from troupe.job.fields import JobFields
 from troupe.job.metrics import evaluation_of_metric, evaluation_prefix, metric_problem
-from troupe.job.policy import server_of
-from troupe.job.population import Pools
 from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
-from troupe.job.sections import AgentSpec, EvaluationSetSpec, RoutingSpec
+from troupe.job.sections.agents import (
+    AgentSpec,
+    RoutingSpec,
+)
+from troupe.job.sections.algorithm import AlgorithmSpec
+from troupe.job.sections.balancing import BalancingSpec
+from troupe.job.sections.data import TasksSpec
+from troupe.job.sections.policy import server_of
+from troupe.job.sections.population import Pools
+from troupe.job.sections.run import EvaluationSetSpec
 from troupe.rpc.errors import NotFound
 
 # Defaults for jobs with an environment: fragments take equally long and are not compared.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from troupe.job.network import NetworkSpec
+from troupe.job.sections.network import NetworkSpec
 from troupe.networks.modules import ILLEGAL, Networks, draw, identity_width, likeliest
 from troupe.networks.vector import Spaces
 from troupe.rpc.errors import InvalidArgument

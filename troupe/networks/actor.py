@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from troupe.contracts import kinds
-from troupe.job.network import NetworkSpec
+from troupe.job.sections.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
 from troupe.networks.vector import (

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from troupe.checkpoints.reading import SINGLE, StoredTensors
-from troupe.job.network import NetworkSpec
+from troupe.job.sections.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.vector import Spaces, VectorEnvironment, make_environment

@@ -12,7 +12,7 @@ import torch
 
 from troupe.functions import shipped
 from troupe.job import JobSpec
-from troupe.job.network import NetworkSpec, PPOSpec, QLearningSpec
+from troupe.job.sections.network import NetworkSpec, PPOSpec, QLearningSpec
 from troupe.networks.vector import Spaces, VectorEnvironment, make_environment
 from troupe.outcomes import described, safe_text
 from troupe.rpc.errors import InvalidArgument

@@ -14,7 +14,7 @@ from torchrl.modules import RunningValueNorm
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.utils import ValueEstimators
 
-from troupe.job.network import DeterministicSpec, NetworkSpec
+from troupe.job.sections.network import DeterministicSpec, NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
 from troupe.networks.learner_state import LearnerTensors, NetworkTrainer, Replay

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from troupe.job.network import NetworkSpec
+from troupe.job.sections.network import NetworkSpec
 
 
 class Tanh(nn.Module):

@@ -20,7 +20,7 @@ from torchrl.objectives.multiagent import IPPOLoss, MAPPOLoss
 from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 
 from troupe.algorithms.objectives import MAX_LOG_RATIO
-from troupe.job.network import NetworkSpec, PPOSpec
+from troupe.job.sections.network import NetworkSpec, PPOSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
 from troupe.networks.learner_state import LearnerTensors, NetworkTrainer

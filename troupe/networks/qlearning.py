@@ -14,7 +14,7 @@ from torchrl.objectives import DQNLoss, SoftUpdate
 from torchrl.objectives.multiagent import QMixerLoss
 from torchrl.objectives.utils import ValueEstimators
 
-from troupe.job.network import NetworkSpec, QLearningSpec
+from troupe.job.sections.network import NetworkSpec, QLearningSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Array, Fragment
 from troupe.networks.learner_state import LearnerTensors, NetworkTrainer, Replay

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 import torch
 
-from troupe.job.network import NetworkSpec, QLearningSpec
+from troupe.job.sections.network import NetworkSpec, QLearningSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.environments.openspiel import GameCopies, histories_of

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from benchmarks.papers.psro.theirs import iterations, report_iteration
-from troupe.job.network import NetworkSpec, QLearningSpec
+from troupe.job.sections.network import NetworkSpec, QLearningSpec
 from troupe.populations.psro import LearnedPsro, Oracle
 
 # Episodes of each of OpenSpiel's best responses: a fifth of its example's, with which it is faster.

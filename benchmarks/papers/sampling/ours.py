@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.papers.sampling.clock import serve
 from benchmarks.papers.sampling.worlds import AGENTS, CALL, STEPS
-from troupe.job.network import NetworkSpec
+from troupe.job.sections.network import NetworkSpec
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.environments.openspiel import GameCopies
 from troupe.networks.jobs import make_learner

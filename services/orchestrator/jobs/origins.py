@@ -19,7 +19,7 @@ from troupe.checkpoints.retention import versions_of_all
 from troupe.checkpoints.verifying import verify
 from troupe.job import JobSpec
 from troupe.job.origins import Origin, check_optimizers, examine
-from troupe.job.policy import InitFromSpec
+from troupe.job.sections.policy import InitFromSpec
 from troupe.rpc import InvalidArgument, NotFound, ResourceExhausted
 from troupe.storage import UrlPlace, fetch_folder, is_url
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb

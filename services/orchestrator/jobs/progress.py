@@ -19,7 +19,7 @@ from services.orchestrator.pipeline.metrics import COMPLETED, JobTotals
 from services.orchestrator.pipeline.steps import StepContext, StepWindow
 from services.orchestrator.state.records import JobRecord
 from troupe.job.metrics import evaluation_of_metric, evaluation_prefix, suggestion
-from troupe.job.sections import EarlyStopSpec
+from troupe.job.sections.run import EarlyStopSpec
 from troupe.rpc import TroupeError
 from troupe.twin.hints import split_hint
 from troupe.v1 import common_pb2 as common_pb

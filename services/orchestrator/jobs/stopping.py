@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from services.orchestrator.state.records import JobRecord
 from troupe.job import JobSpec
-from troupe.job.sections import EarlyStopSpec
+from troupe.job.sections.run import EarlyStopSpec
 
 STOP: Final = "stop"
 JOB_SECONDS: Final = "limits.job_seconds"

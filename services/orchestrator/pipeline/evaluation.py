@@ -31,7 +31,7 @@ from troupe.contracts.metric_names import (
 )
 from troupe.job.metrics import evaluation_prefix
 from troupe.job.section import MAX_QUERIES, MAX_TRAJECTORIES
-from troupe.job.sections import EvaluationSpec
+from troupe.job.sections.run import EvaluationSpec
 from troupe.scheduling import admission
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb

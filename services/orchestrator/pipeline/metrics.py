@@ -28,7 +28,7 @@ from troupe.contracts.metric_names import (
     mean_reward,
 )
 from troupe.job import JobSpec
-from troupe.job.algorithm import AlgorithmSpec
+from troupe.job.sections.algorithm import AlgorithmSpec
 from troupe.rpc import FailedPrecondition
 from troupe.twin.profile import JobProfile, MeasuredTurn
 from troupe.v1 import common_pb2 as common_pb

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.placement.engines import Engines
-from troupe.job.sections import CurriculumSpec
+from troupe.job.sections.run import CurriculumSpec
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.scheduling import admission
 from troupe.scheduling.curriculum import (

@@ -21,7 +21,7 @@ from services.orchestrator.populations.state import (
     live,
 )
 from troupe.job import JobSpec, PopulationSpec
-from troupe.job.population import OpponentPool, Pools
+from troupe.job.sections.population import OpponentPool, Pools
 from troupe.populations import NotZeroSum, pfsp, solve
 from troupe.populations.games import Array, Profile, member_values, values
 from troupe.populations.opponents import (

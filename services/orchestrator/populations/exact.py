@@ -28,7 +28,7 @@ from services.orchestrator.populations.state import (
     PopulationStore,
 )
 from troupe.contracts import kinds
-from troupe.job.population import OpponentPool
+from troupe.job.sections.population import OpponentPool
 from troupe.populations import seats
 from troupe.populations.enumerated import Enumeration, Question, probabilities, score_request
 from troupe.populations.games import Array

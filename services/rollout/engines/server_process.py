@@ -15,7 +15,7 @@ from typing import Final
 from services.rollout.engines.errors import EngineStartFailed
 from troupe.devices import Device, pin, visible
 from troupe.doctor.interpreters import OWN_PATHS
-from troupe.job.policy import server_of
+from troupe.job.sections.policy import server_of
 from troupe.processes.ending import stop_process_async
 from troupe.processes.tether import tethered
 from troupe.scheduling.devices import DeviceHost, DeviceRequest, MemberDevices, plan

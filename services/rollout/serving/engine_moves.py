@@ -19,7 +19,7 @@ from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.supervision import EngineKeeper
 from troupe.contracts import kinds
 from troupe.job import JobSpec
-from troupe.job.balancing import exchange
+from troupe.job.sections.balancing import exchange
 from troupe.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb

@@ -20,7 +20,7 @@ import structlog
 from troupe.contracts import kinds
 from troupe.contracts.payloads import INLINE_BYTES, Payload, add_payloads
 from troupe.experience import ExperienceWriter
-from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
+from troupe.job.sections.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.prefixes import PrefixIndex
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from troupe.rpc.ids import new_id

@@ -81,7 +81,7 @@ from troupe.checkpoints.proof import Proof, Proven
 from troupe.checkpoints.writing import safetensors_file
 from troupe.functions.shipped import opened
 from troupe.job import JobSpec
-from troupe.job.policy import Offload
+from troupe.job.sections.policy import Offload
 from troupe.mixtures import Routers, RoutingShape
 from troupe.rpc import DataLoss, ResourceExhausted, from_status, new_id, to_status
 from troupe.scheduling.defaults import defaults_of

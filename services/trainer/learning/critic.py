@@ -34,8 +34,8 @@ from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
 from troupe.algorithms.values import ValueStatistics, gae, value_loss
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
-from troupe.job.algorithm import CriticSpec
-from troupe.job.policy import Offload
+from troupe.job.sections.algorithm import CriticSpec
+from troupe.job.sections.policy import Offload
 from troupe.rpc import FailedPrecondition
 
 # Prefix of the critic's tensors in the optimizer state, and the name of its weights below it.

@@ -60,7 +60,7 @@ from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.proof import Proof, Proven
 from troupe.contracts import metric_names
 from troupe.job import JobSpec
-from troupe.job.algorithm import DistillationSpec
+from troupe.job.sections.algorithm import DistillationSpec
 from troupe.mixtures import Routers
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.workflow.errors import EntrypointError, as_invalid_argument

@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from services.trainer.learning.ranks import RankGroup
 from troupe.job import OptimizerSpec
-from troupe.job.policy import Offload
+from troupe.job.sections.policy import Offload
 from troupe.scheduling.memory import OFFLOADED_PART
 
 # Fixed-point precision of exact sums: a quantum is 2^-40.

@@ -22,7 +22,12 @@ from troupe.contracts import metric_names
 from troupe.contracts.payloads import Payloads, from_protos
 from troupe.experience import samples_digest
 from troupe.job import AlgorithmSpec
-from troupe.job.algorithm import REFERENCE_COLUMN, ROUTES_COLUMN, TEACHER_COLUMN, TEAM_COLUMN
+from troupe.job.sections.algorithm import (
+    REFERENCE_COLUMN,
+    ROUTES_COLUMN,
+    TEACHER_COLUMN,
+    TEAM_COLUMN,
+)
 from troupe.mixtures import RoutingShape
 from troupe.prefixes import column_value
 from troupe.rpc import FailedPrecondition

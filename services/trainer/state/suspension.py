@@ -30,7 +30,7 @@ from services.trainer.state.parts import PARTS, PartsReader, StoredParts
 from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.contracts.payloads import Payload, Payloads, PlacedPayload
-from troupe.job.policy import Offload
+from troupe.job.sections.policy import Offload
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound, new_id
 from troupe.transfer import Corrupt, KeyNotFound, Manifest, brought
 from troupe.v1 import trainer_pb2 as trainer_pb

@@ -19,7 +19,7 @@ from tests.support.waiting import PATIENCE, until
 from troupe.checkpoints.retention import choose
 from troupe.client import AsyncClient, Job
 from troupe.job import JobSpecError, parse_job
-from troupe.job.sections import EarlyStopSpec
+from troupe.job.sections.run import EarlyStopSpec
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb

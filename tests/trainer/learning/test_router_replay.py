@@ -16,7 +16,7 @@ from services.trainer.learning.samples import Row
 from tests.support.training import make_rollout, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from tests.trainer.learning.test_expert_load import MIXTURE, mixture_spec, model_of
-from troupe.job.algorithm import ROUTES_COLUMN
+from troupe.job.sections.algorithm import ROUTES_COLUMN
 from troupe.mixtures import RecordedRoutes, Routers, RoutingShape
 from troupe.rpc import FailedPrecondition
 from troupe.tensors import to_proto

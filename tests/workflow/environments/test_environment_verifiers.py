@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.waiting import PATIENCE
 from troupe.data.tasks import open_tasks
-from troupe.job.data import TasksSpec, VerifiersSpec
+from troupe.job.sections.data import TasksSpec, VerifiersSpec
 from troupe.workflow import EntrypointError, WorkflowError, play
 from troupe.workflow.environments.adapters import verifiers
 from troupe.workflow.environments.adapters.verifiers import (

@@ -17,7 +17,7 @@ import pytest
 from tests.support.own_python import OWN, RUBRICS, TASKSETS, own_python
 from tests.support.waiting import until
 from troupe.data.tasks import TaskSplit, open_tasks
-from troupe.job.data import TasksSpec, VerifiersSpec
+from troupe.job.sections.data import TasksSpec, VerifiersSpec
 from troupe.workflow import (
     EntrypointError,
     Played,

@@ -44,9 +44,9 @@ from troupe.functions.sources import collect
 from troupe.job import JobSpec, JobSpecError, load_job
 from troupe.job.automatic import with_values
 from troupe.job.compatibility import advice
-from troupe.job.data import TasksSpec
-from troupe.job.functions import READY
 from troupe.job.loading import FieldProblem, job_of, load_text, read_mapping, set_field, tags_of
+from troupe.job.sections.data import TasksSpec
+from troupe.job.sections.functions import READY
 from troupe.job.sizing import (
     QUANTIZED_REMEDY,
     SOLD,

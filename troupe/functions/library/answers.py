@@ -2,9 +2,9 @@
 code.
 
 A job selects one, for example with `ready: exact`; its arguments are checked when the job is
-submitted (`READY` in `troupe/job/functions.py`). Each reward scores the last reply of `agent` for
-that agent, or by default the last reply of the trajectory for all agents, with a number from 0 to
-1, times `weight`.
+submitted (`READY` in `troupe/job/sections/functions.py`). Each reward scores the last reply of
+`agent` for that agent, or by default the last reply of the trajectory for all agents, with a number
+from 0 to 1, times `weight`.
 """
 
 from __future__ import annotations

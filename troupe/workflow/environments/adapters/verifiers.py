@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from troupe.contracts import kinds, metric_names
-from troupe.job.data import VerifiersSpec
+from troupe.job.sections.data import VerifiersSpec
 from troupe.workflow.agent import Agents
 from troupe.workflow.environments.adapters.verifiers_process import pool_of
 from troupe.workflow.errors import EntrypointError, EnvironmentContractError

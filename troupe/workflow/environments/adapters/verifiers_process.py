@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final
 
 from troupe.contracts import kinds
 from troupe.functions import shipped
-from troupe.job.data import VerifiersSpec
+from troupe.job.sections.data import VerifiersSpec
 from troupe.processes.ending import exit_text, kill_tree
 from troupe.user_code import call_in_thread
 from troupe.workflow.environments.host import COUNTERS

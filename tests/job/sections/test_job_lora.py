@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from troupe.job import JobSpecError, LoraSpec, parse_job
-from troupe.job.balancing import exchange
-from troupe.job.policy import PolicySpec
+from troupe.job.sections.balancing import exchange
+from troupe.job.sections.policy import PolicySpec
 
 
 def written(lora: dict[str, Any], policy: dict[str, Any], pipeline: dict[str, Any]) -> str:

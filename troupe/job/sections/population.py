@@ -13,7 +13,6 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from troupe.job.policy import EngineSpec, PolicySpec
 from troupe.job.section import (
     MAX_AGENTS,
     MAX_POLICIES,
@@ -25,7 +24,8 @@ from troupe.job.section import (
     Steps,
     StepsOrNone,
 )
-from troupe.job.sections import AgentSpec
+from troupe.job.sections.agents import AgentSpec
+from troupe.job.sections.policy import EngineSpec, PolicySpec
 
 PopulationAlgorithm = Literal[
     "self_play",

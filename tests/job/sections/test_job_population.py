@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from troupe.job import JobSpecError, parse_job
-from troupe.job.population import MetaSolverName, WeightingName
+from troupe.job.sections.population import MetaSolverName, WeightingName
 from troupe.populations import MetaSolver, Weighting
 
 MODEL: dict[str, Any] = {"model": {"path": "/models/player"}}

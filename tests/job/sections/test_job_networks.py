@@ -121,7 +121,7 @@ def test_learning_settings_that_never_update_are_refused(
 
 def test_the_reference_has_every_paradigm_and_is_what_the_docs_show() -> None:
     page = reference()
-    shown = Path(__file__).parents[2] / "docs" / "job-reference.md"
+    shown = Path(__file__).parents[3] / "docs" / "job-reference.md"
     assert shown.read_text(encoding="utf-8") == page, "write it anew: make docs"
     for paradigms in ("ppo, mappo", "dqn, vdn, qmix", "maddpg"):
         assert f"## `policies.<name>.network.learning ({paradigms})`" in page

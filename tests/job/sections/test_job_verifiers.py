@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from troupe.job import JobSpec
-from troupe.job.data import JobTasksSpec
+from troupe.job.sections.data import JobTasksSpec
 from troupe.job.spec import VERIFIERS_WORKFLOW
 from troupe.workflow.loading import load_workflow
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from troupe.job.sections import SamplingSpec
+from troupe.job.sections.agents import SamplingSpec
 from troupe.workflow import Sampling
 from troupe.workflow.errors import InvalidMessagesError
 

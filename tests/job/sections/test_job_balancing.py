@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from troupe.job import JobSpec, JobSpecError, parse_job
-from troupe.job.balancing import exchange
-from troupe.job.policy import PolicySpec
+from troupe.job.sections.balancing import exchange
+from troupe.job.sections.policy import PolicySpec
 
 MODEL = {"path": "/models/qwen"}
 

@@ -11,8 +11,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from troupe.job.policy import LoraSpec, PolicySpec
 from troupe.job.section import MAX_ENGINES, MAX_POLICIES, MAX_RATE, Rate, SecondsOrNone, Section
+from troupe.job.sections.policy import LoraSpec, PolicySpec
 from troupe.scheduling.balancing import BalancingRules
 
 Exchange = Literal["in_place", "rebuild", "never"]

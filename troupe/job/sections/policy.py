@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from troupe.job.engines import KINDS, KindName, server_kinds
-from troupe.job.network import NetworkSpec
 from troupe.job.section import (
     MAX_COEFFICIENT,
     MAX_ENGINES,
@@ -29,7 +28,8 @@ from troupe.job.section import (
     check_json,
     expand_home,
 )
-from troupe.job.sections import PoolSpec
+from troupe.job.sections.agents import PoolSpec
+from troupe.job.sections.network import NetworkSpec
 from troupe.model_output import RESERVED_TEMPLATE_ARGUMENTS
 from troupe.sampling import MAX_INT
 from troupe.scheduling.defaults import CPU, floating_type

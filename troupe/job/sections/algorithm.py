@@ -6,7 +6,6 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from troupe.job.policy import OptimizerSpec
 from troupe.job.section import (
     MAX_AGENTS,
     Coefficient,
@@ -15,6 +14,7 @@ from troupe.job.section import (
     TokensOrNone,
     check_entrypoint,
 )
+from troupe.job.sections.policy import OptimizerSpec
 
 TEAM_COLUMN: Final = "critic_context"
 """Column of a sample with the other agents' tokens for the critic: int32 [n], token ids."""

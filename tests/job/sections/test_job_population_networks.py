@@ -10,7 +10,7 @@ import yaml
 
 from troupe.job import JobSpecError, parse_job
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "poker_networks" / "psro.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "poker_networks" / "psro.yaml"
 
 
 def job(**changes: Any) -> dict[str, Any]:
