@@ -67,6 +67,7 @@ BUDGETS: Final = {
     "troupe/demo": (1_000, "the example team"),
     "troupe/processes": (800, "children: tethers, frames, ends, forks"),
     "troupe/contracts": (900, "names and files that several programs must write alike"),
+    "troupe/http": (300, "bounds on what clients of HTTP servers may take"),
     "services": (100, "the refusal of another distribution named troupe"),
 }
 # Accepted circles of imports, by their modules, each with the reason. A part of such a circle is

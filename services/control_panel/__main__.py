@@ -13,7 +13,7 @@ from services.chassis.settings import read_settings
 from services.control_panel.access import PanelSettings
 from services.control_panel.app import create_app
 from troupe.disks import replace_file
-from troupe.http_connections import bounded_protocol, most_idle
+from troupe.http.connections import bounded_protocol, most_idle
 from troupe.rpc.addresses import listen
 from troupe.rpc.errors import InvalidArgument, TroupeError, port_error
 

@@ -24,7 +24,7 @@ from services.control_panel.events import EVENT_STREAM, ClusterFeed
 from services.control_panel.views import Problem
 from troupe import __version__
 from troupe.client.conversion import to_json
-from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
+from troupe.http.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.rpc import ClientSettings
 from troupe.rpc.errors import InvalidArgument
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb

@@ -63,7 +63,7 @@ async def test_a_body_that_is_too_large_is_refused_unread(
 async def test_a_body_that_does_not_come_is_given_up(
     panel: Panel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("troupe.http_bodies.BODY_SECONDS", 0.3)
+    monkeypatch.setattr("troupe.http.bodies.BODY_SECONDS", 0.3)
     reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(panel.url).port)
     writer.write(
         b"POST /api/jobs HTTP/1.1\r\nHost: localhost\r\n"

@@ -35,7 +35,7 @@ from troupe.endpoint.openai_forms import (
     check_object,
 )
 from troupe.endpoint.responses_forms import AskedResponse, ResponseHistory, ResponsesAnswer
-from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
+from troupe.http.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.workflow.agent import Agent, ReadConversation
 from troupe.workflow.backend import EndpointOptions
 from troupe.workflow.conversation import ChatTokenizer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from troupe.http_connections import bounded_protocol, most_idle
+from troupe.http.connections import bounded_protocol, most_idle
 from troupe.rpc.addresses import bypass_proxy, http_url, listen, local_host
 from troupe.rpc.errors import port_error
 from troupe.workflow.agent import Agent

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.waiting import PATIENCE
-from troupe import http_bodies
-from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
+from troupe.http import bodies
+from troupe.http.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 
 
 def sent(*chunks: bytes, gone: bool = False) -> Callable[[], Awaitable[dict[str, Any]]]:
@@ -72,7 +72,7 @@ def test_many_at_once_are_whole_or_refused_and_nothing_stays_held(
 async def test_a_body_that_waits_for_room_times_out_without_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_bodies, "ROOM_SECONDS", 0.1)
+    monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.1)
     reader = BodyReader(10, total=10)
 
     async def wait() -> None:
@@ -144,8 +144,8 @@ async def test_bodies_that_have_arrived_in_part_do_not_wait_for_one_another() ->
 
 
 async def test_a_body_has_the_time_that_its_size_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_bodies, "BODY_SECONDS", 0.05)
-    monkeypatch.setattr(http_bodies, "_BYTES_PER_SECOND", 10)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "_BYTES_PER_SECOND", 10)
     left = [b"x" * 1000, b"y"]  # the first part gives the body 100 seconds more
 
     async def receive() -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Bounds on what clients of an HTTP server may take: bodies in memory, and open connections."""
