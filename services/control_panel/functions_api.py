@@ -11,7 +11,7 @@ from services.control_panel import views
 from services.control_panel.calls import upstream
 from troupe.client.conversion import to_json
 from troupe.client.functions import checked_costs
-from troupe.client.records import result_of
+from troupe.client.records.functions import result_of
 from troupe.functions.costs import to_spec
 from troupe.outcomes import NotJsonError, json_text
 from troupe.rpc.errors import InvalidArgument

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from troupe.client.records import Version
+from troupe.client.records.jobs import Version
 from troupe.rpc.channel import connect
 from troupe.rpc.errors import Internal, TroupeError, Unimplemented
 from troupe.rpc.settings import ClientSettings

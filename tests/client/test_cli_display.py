@@ -14,7 +14,7 @@ from rich.console import Console
 from troupe.client import Activity, Job, JobState, MetricsLogged, Notice, StateChanged
 from troupe.client.cli.display import LiveDisplay, PlainDisplay, Progress, print_summary, scores
 from troupe.client.cli.options import change, duration, number, size, sparkline
-from troupe.client.records import Interval
+from troupe.client.records.jobs import Interval
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, Internal
 

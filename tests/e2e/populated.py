@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from examples.games.model import make_model
 from tests.e2e.conftest import House
 from tests.e2e.standing import Ended
-from troupe.client.population_records import Match, Population
-from troupe.client.records import JobState
+from troupe.client.records.jobs import JobState
+from troupe.client.records.populations import Match, Population
 from troupe.transfer import checksum_of
 
 KUHN = "examples.games.kuhn:workflow"

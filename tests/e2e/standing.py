@@ -16,7 +16,8 @@ from typing import Any
 from tests.support import tiny_team
 from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, AsyncJobHandle
-from troupe.client.records import Job, Notice
+from troupe.client.records.events import Notice
+from troupe.client.records.jobs import Job
 from troupe.cluster.daemon import start_detached, stop_running
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import running_state

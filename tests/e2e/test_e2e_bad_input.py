@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.standing import BAD, Standing, ended, stand_up, until_job
-from troupe.client.records import JobState
+from troupe.client.records.jobs import JobState
 
 PATH = "policies.solver.model.path"
 QUICKLY = {"limits.trajectory_seconds": 2}

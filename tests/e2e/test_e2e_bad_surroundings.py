@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.e2e.standing import Standing, ended, run_cli, stand_up, until_job
 from tests.support import tiny_team
 from tests.support.waiting import PATIENCE
-from troupe.client.records import JobState
+from troupe.client.records.jobs import JobState
 from troupe.rpc import ResourceExhausted
 
 pytestmark = pytest.mark.slow

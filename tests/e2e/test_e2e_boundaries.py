@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.standing import Standing, ended, stand_up, until_job
 from tests.support.waiting import PATIENCE, until
-from troupe.client.records import JobState
+from troupe.client.records.jobs import JobState
 from troupe.cluster import ClusterSettings
 from troupe.cluster.daemon import start_detached, stop_running
 from troupe.cluster.state import running_state

@@ -11,7 +11,7 @@ import yaml
 
 from tests.e2e.standing import BAD, ROOT, Standing, ended, stand_up
 from tests.support.waiting import PATIENCE
-from troupe.client.records import JobState
+from troupe.client.records.jobs import JobState
 from troupe.cluster.state import running_state
 
 pytestmark = pytest.mark.slow

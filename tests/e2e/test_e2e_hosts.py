@@ -17,7 +17,7 @@ from tests.e2e.hosts import TOKEN, Hosts, apart, may_separate
 from tests.support.tiny_team import job
 from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, AsyncJobHandle
-from troupe.client.records import Job
+from troupe.client.records.jobs import Job
 from troupe.rpc import ClientSettings, Unauthenticated
 from troupe.transfer.remote import Peer
 

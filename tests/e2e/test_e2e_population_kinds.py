@@ -18,7 +18,7 @@ from tests.e2e.populated import (
 from tests.e2e.standing import Standing, ended, stand_up, until_job
 from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, AsyncJobHandle
-from troupe.client.records import JobState
+from troupe.client.records.jobs import JobState
 from troupe.rpc import TroupeError
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.e2e.conftest import House
 from tests.e2e.populated import another, check_payoffs
 from tests.support.waiting import until
 from troupe.client import AsyncJobHandle
-from troupe.client.population_records import Population
+from troupe.client.records.populations import Population
 from troupe.job.sections.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.environments.openspiel import histories_of

@@ -10,7 +10,7 @@ import yaml
 
 from tests.e2e.standing import Standing, ended, stand_up, until_job
 from troupe.client import MetricsLogged
-from troupe.client.records import JobState
+from troupe.client.records.jobs import JobState
 from troupe.cluster.state import running_state
 
 SHOWN = {"source": "tests.support.tiny_team:Demonstrations"}

@@ -11,7 +11,7 @@ from tests.support.cluster import Cluster, job_yaml
 from troupe.algorithms.scores import interval, mean_interval
 from troupe.checkpoints.retention import prune, versions_of_all
 from troupe.client import AsyncClient, Job
-from troupe.client.records import Interval
+from troupe.client.records.jobs import Interval
 from troupe.job import JobSpecError, parse_job
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb

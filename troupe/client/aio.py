@@ -13,7 +13,11 @@ from pydantic import SecretStr
 from troupe.client.comparison import Comparison
 from troupe.client.functions import AsyncFunctions, with_code
 from troupe.client.handle import AsyncJobHandle, Spec, given_text, paged, read_spec
-from troupe.client.records import Cluster, Job, JobState
+from troupe.client.records.cluster import Cluster
+from troupe.client.records.jobs import (
+    Job,
+    JobState,
+)
 from troupe.cluster.errors import NoCluster
 from troupe.cluster.settings import DEFAULT_DATA_DIR, require_utf8
 from troupe.cluster.state import running_state, token_path

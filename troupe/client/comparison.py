@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from troupe.client.records import Job
+from troupe.client.records.jobs import Job
 
 
 @dataclass(frozen=True)

@@ -25,21 +25,25 @@ from troupe.checkpoints.verifying import verify
 from troupe.client.comparison import Comparison
 from troupe.client.conversion import numbers_by_word
 from troupe.client.functions import with_code
-from troupe.client.population_records import Match, Population
 from troupe.client.program import ProgramJob, job_of_program
-from troupe.client.records import (
-    Audit,
-    Checkpoint,
+from troupe.client.records.events import (
     Event,
+    event_of,
+)
+from troupe.client.records.jobs import (
+    Checkpoint,
     Generation,
     Job,
     MetricsRow,
     Result,
-    Sample,
-    Tables,
     Trajectory,
     Version,
-    event_of,
+)
+from troupe.client.records.populations import Match, Population
+from troupe.client.records.samples import (
+    Audit,
+    Sample,
+    Tables,
 )
 from troupe.job import JobSpec
 from troupe.job.loading import job_of, load_text, read_mapping, with_overrides

@@ -18,7 +18,7 @@ from troupe.client.aio import (
     settings_for,
 )
 from troupe.client.program import ProgramJob, is_rows, job_of_program, name_of
-from troupe.client.records import Result
+from troupe.client.records.jobs import Result
 from troupe.client.sync import Client, JobHandle, LoopThread
 from troupe.cluster.daemon import start_detached
 from troupe.cluster.settings import ClusterSettings

@@ -43,7 +43,12 @@ from troupe.client.cli.slurm import slurm
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
 from troupe.client.cli.workflow import app as workflow
-from troupe.client.records import Binding, Cluster, JobState, Service
+from troupe.client.records.cluster import (
+    Binding,
+    Cluster,
+    Service,
+)
+from troupe.client.records.jobs import JobState
 from troupe.client.sync import Client
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
 from troupe.cluster.embedded import EmbeddedCluster

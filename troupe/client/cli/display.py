@@ -27,16 +27,18 @@ from troupe.client.cli.options import (
     sparkline,
 )
 from troupe.client.handle import AsyncJobHandle
-from troupe.client.records import (
+from troupe.client.records.events import (
     Activity,
-    Checkpoint,
     Event,
-    Interval,
-    Job,
-    JobState,
     MetricsLogged,
     Notice,
     StateChanged,
+)
+from troupe.client.records.jobs import (
+    Checkpoint,
+    Interval,
+    Job,
+    JobState,
     Trajectory,
 )
 from troupe.contracts.metric_names import (

@@ -18,7 +18,7 @@ from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.options import call, make_table
 from troupe.client.functions import checked_costs
-from troupe.client.records import Invocation
+from troupe.client.records.functions import Invocation
 from troupe.rpc.errors import DeadlineExceeded, InvalidArgument
 from troupe.yaml_input import UnreadableText, read_json_object, read_value
 

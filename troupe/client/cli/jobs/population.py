@@ -14,7 +14,7 @@ from rich.table import Table
 from troupe.checkpoints.verifying import LINEAGE
 from troupe.client.cli import options
 from troupe.client.cli.options import call, duration, make_table, number, size, sparkline
-from troupe.client.population_records import MetaStrategy, Pool, Population
+from troupe.client.records.populations import MetaStrategy, Pool, Population
 from troupe.storage import place_at
 
 app = typer.Typer(help="Inspect pools of policies and their matches.", no_args_is_help=True)

@@ -17,7 +17,7 @@ from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.options import call, duration, make_table, size
 from troupe.client.handle import AsyncJobHandle
-from troupe.client.records import Sample
+from troupe.client.records.samples import Sample
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.storage import place_at
 

@@ -1,4 +1,4 @@
-"""Frozen records of populations: pools, members, payoffs, meta-strategies, matches."""
+"""Records of populations: pools, members, payoffs, meta-strategies, matches."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The frozen records that the SDK returns, by topic; `troupe.client` names the public ones."""
