@@ -11,6 +11,7 @@ from tests.support.waiting import PATIENCE
 from tests.workflow.stage import Script, make_agents, make_chat
 from troupe.workflow import (
     Agents,
+    InvalidGroupError,
     InvalidMessagesError,
     InvalidRewardError,
     Prompt,
@@ -21,6 +22,7 @@ from troupe.workflow import (
     branch,
     play,
 )
+from troupe.workflow.samples import rows_of
 
 CHAT = make_chat()
 
@@ -183,6 +185,45 @@ async def test_single_turns_next_to_branches_are_grouped_by_turn() -> None:
 
     played = await play(workflow, {}, group_by="branch")
     assert [row.group_id for row in played.samples] == ["q0/solver/0", "q0/solver/1"]
+
+
+async def test_by_query_all_agents_of_a_query_share_a_baseline() -> None:
+    assert await groups({"question": "3+4"}, 0, "query") == {"q0/*": 5}
+
+
+async def test_a_workflow_groups_replies_by_keys_of_its_own() -> None:
+    async def workflow(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
+        for key in ("opening", "", "opening"):
+            reply = await agents["solver"].chat("x")
+            reply.group = key
+        (await agents["critic"].chat("y")).group = "opening"
+        return {"solver": 1.0, "critic": 0.0}
+
+    played = await play(workflow, {})
+    ids = ["q0/=opening", "q0/solver", "q0/=opening", "q0/=opening"]
+    assert [row.group_id for row in played.samples] == ids
+    # Where advantages are computed along an agent's turns, these stay together.
+    kept = rows_of(
+        played.turns,
+        query_id="q0",
+        trajectory_id="t",
+        trained={turn.role.policy for turn in played.turns},
+        rewards=played.rewards,
+        group_by="agent",
+        own_groups=False,
+    )
+    assert [row.group_id for row in kept] == ["q0/solver"] * 3 + ["q0/critic"]
+
+
+@pytest.mark.parametrize("key", [7, "x" * 65, "a\tb", None])
+async def test_a_key_that_cannot_be_stored_is_refused_where_it_is_set(key: Any) -> None:
+    async def workflow(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
+        (await agents["solver"].chat("x")).group = key
+        return {"solver": 1.0}
+
+    with pytest.raises(InvalidGroupError, match="at most 64 printable") as caught:
+        await play(workflow, {})
+    assert caught.value.field == "solver[0].group"
 
 
 async def choose(how: Any, seed: int = 0, **options: Any) -> tuple[Reply, list[float | None]]:

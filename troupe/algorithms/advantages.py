@@ -10,16 +10,16 @@ reinforce_plus_plus: A_i = (r_i - mean B) / (std B + epsilon). Hu et al. 2025 (R
 rae: A_i = r_i - b_k, b_k a moving average of the returns of role k. Liu et al. 2025 (SPIRAL),
     section 3.3.
 
-A group contains samples of one agent, so the first three are normalised per agent, as Dr. MAS (Feng
-et al. 2026) requires. All but `reinforce_plus_plus` are known as soon as a sample's group is
-complete.
+By default a group contains samples of one agent, so the first three are normalised per agent, as
+Dr. MAS (Feng et al. 2026) requires. All but `reinforce_plus_plus` are known as soon as a sample's
+group is complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -29,13 +29,17 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """Arguments of an advantage: n samples of one policy. A sample's advantage may depend only on
-    its own entries, which include its group's rewards and the statistics of its step, since
-    micro-batches are formed as samples arrive."""
+    """Arguments of an advantage: n samples of one policy.
+
+    Micro-batches are formed as samples arrive. A sample's advantage may therefore depend only on
+    its own entries, which include its group's rewards and the statistics of its step, and, if the
+    function has the attribute `whole_group`, on the entries of its group, all of which are here.
+    """
 
     # float64 [n]
     rewards: torch.Tensor
-    # n lists: the rewards of each sample's whole group, including its own, in order of size.
+    # n lists: the rewards of each sample's whole group, including its own, in order of size. With
+    # `baseline_weight: trajectory` the mean reward of each trajectory in the group.
     group_rewards: Sequence[Sequence[float]]
     # n names.
     agents: Sequence[str]
@@ -52,6 +56,22 @@ class SampleBatch:
     step_std: torch.Tensor | None = None
     # The field of this name in `algorithm`.
     scale_by_std: bool = True
+    # n ids: of the query, of the trajectory, and of the group (unique in the step).
+    queries: Sequence[str] = ()
+    trajectories: Sequence[str] = ()
+    groups: Sequence[str] = ()
+    # n names: turns of one trajectory and agent with equal chain follow one another.
+    chains: Sequence[str] = ()
+    # n 64-bit hashes of the prompts' tokens and payloads: equal prompts have equal ones.
+    prompts: Sequence[int] = ()
+    # n mappings: the columns of each sample that `algorithm.columns` names and the workflow set;
+    # arrays (bfloat16 as its bits), or JSON values.
+    columns: Sequence[Mapping[str, Any]] = ()
+    # float64 [n]: each sample's own entry in `group_rewards`; None: its reward.
+    own_entries: torch.Tensor | None = None
+    # float64 [n]: what each turn earned, its agent's reward with the last turn of a chain. None
+    # unless the function has the attribute `whole_group`.
+    earned: torch.Tensor | None = None
 
 
 # An advantage: of each sample [n], or of each response token [T], sample after sample.
@@ -104,16 +124,21 @@ def group_advantages(
 
 
 def leave_one_out_advantages(
-    rewards: Sequence[float], group_rewards: Sequence[Sequence[float]]
+    rewards: Sequence[float],
+    group_rewards: Sequence[Sequence[float]],
+    own_entries: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Return the RLOO advantages A_i = r_i - mean(G(i) without i), float64 [n]; zero in a group of
     one.
 
-    Arguments as in `group_advantages`. Computed as n/(n-1) (r_i - mean(G(i))), n = |G(i)|.
+    Arguments as in `group_advantages`; `own_entries`: the entry of each sample in its group, which
+    is left out (default: its reward). Computed as r_i - mean(G(i)) + (o_i - mean(G(i))) / (n - 1),
+    n = |G(i)|, o_i the own entry.
     """
     centred = group_advantages(rewards, group_rewards, scale_by_std=False)
+    own = group_advantages(own_entries or rewards, group_rewards, scale_by_std=False)
     sizes = _float64([len(group) for group in group_rewards])
-    return centred * (sizes / (sizes - 1).clamp(min=1))
+    return torch.where(sizes > 1, centred + own / (sizes - 1).clamp(min=1), centred - own)
 
 
 def batch_statistics(rewards: Sequence[float]) -> tuple[float, float]:
@@ -181,7 +206,8 @@ def dr_grpo(samples: SampleBatch) -> torch.Tensor:
 
 def rloo(samples: SampleBatch) -> torch.Tensor:
     """Return the advantage `rloo`."""
-    return leave_one_out_advantages(samples.rewards.tolist(), samples.group_rewards)
+    own = None if samples.own_entries is None else samples.own_entries.tolist()
+    return leave_one_out_advantages(samples.rewards.tolist(), samples.group_rewards, own)
 
 
 def reinforce_plus_plus(samples: SampleBatch) -> torch.Tensor:

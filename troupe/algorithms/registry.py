@@ -45,8 +45,9 @@ class OwnFunction:
         """Load the function and test it. Raises `EntrypointError`."""
         self._kind, self.field, self.path = field, f"algorithm.{field}", path
         self._function: Callable[..., Any] = load_attribute(path, self.field)
-        # For an advantage: whether it needs the statistics of the whole step.
+        # For an advantage: whether it needs the statistics of the whole step, or whole groups.
         self.whole_step = bool(getattr(self._function, "whole_step", False))
+        self.whole_group = bool(getattr(self._function, "whole_group", False))
         example = _samples() if field == "advantage" else _tokens(gradient=field == "loss")
         try:
             inspect.signature(self._function).bind(None)
@@ -197,4 +198,12 @@ def _samples() -> SampleBatch:
         torch.zeros(3, dtype=torch.float64),
         torch.full((3,), 0.5, dtype=torch.float64),
         torch.full((3,), 0.4, dtype=torch.float64),
+        queries=["q0", "q0", "q1"],
+        trajectories=["q0-t0", "q0-t1", "q1-t0"],
+        groups=["q0/one", "q0/one", "q1/two"],
+        chains=["", "", ""],
+        prompts=[11, 11, 12],
+        columns=[{}, {}, {}],
+        own_entries=rewards,
+        earned=rewards,
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from annotated_types import MaxLen
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import (
     InitErrorDetails,
     PydanticCustomError,
@@ -29,7 +29,7 @@ from troupe.functions.validation import MAX_SECONDS
 from troupe.yaml_input import UnreadableText, as_yaml_1_1, measure
 
 _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-COLUMN = r"^[A-Za-z_][A-Za-z0-9._-]{0,63}\Z"
+_COLUMN = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 NAME = r"^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"
 JOB_NAME = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
 
@@ -166,6 +166,19 @@ def check_entrypoint(value: str) -> str:
     if not _ENTRYPOINT.fullmatch(value):
         raise ValueError("must look like 'package.module:attribute'")
     return value
+
+
+def check_column(name: str) -> str:
+    """Return `name` if it can name a column of samples. Raises ValueError."""
+    if not _COLUMN.fullmatch(name):
+        raise ValueError(
+            f"{name!r} does not name a column: up to 64 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or '_'"
+        )
+    return name
+
+
+ColumnName = Annotated[str, AfterValidator(check_column)]
 
 
 def check_pattern(value: str | None) -> str | None:

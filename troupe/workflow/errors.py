@@ -82,6 +82,12 @@ class InvalidRewardError(WorkflowError, ValueError):
     kind = "invalid_reward"
 
 
+class InvalidGroupError(WorkflowError, ValueError):
+    """The key of a reply's group cannot be stored with its sample."""
+
+    kind = "invalid_group"
+
+
 class EntrypointError(WorkflowError):
     """`module:attribute` of a job cannot be imported, or is of the wrong kind for the field."""
 

@@ -42,12 +42,19 @@ from troupe.outcomes import (
     utf8_text,
 )
 from troupe.workflow.columns import Columns
-from troupe.workflow.errors import InvalidMessagesError, InvalidRewardError, shown
+from troupe.workflow.errors import (
+    InvalidGroupError,
+    InvalidMessagesError,
+    InvalidRewardError,
+    shown,
+)
 from troupe.workflow.token_ids import TokenIds
 
 # Names of parameters and functions have at most 256 characters.
 _PARAMETER: Final = re.compile(r"<parameter=([^<>\s]{1,256})>\n?")
 _FUNCTION: Final = re.compile(r"\s*<function=([^<>\s]{1,256})>")
+# The store limits ids of groups, which contain the key.
+_GROUP_CHARS: Final = 64
 
 
 class ToolCall(NamedTuple):
@@ -232,6 +239,7 @@ class Reply:
     __slots__ = (
         "__weakref__",
         "_earned",
+        "_group",
         "_prompt_ids",
         "_reward",
         "_siblings",
@@ -295,6 +303,7 @@ class Reply:
         self.chain = ""
         """For a critic (`advantage: gae`): turns of one agent with equal `chain` form one episode.
         An agent that plays several sides of a game gives each its own name."""
+        self._group = ""
         self._reward: float | None = None
         self._earned: float | None = None
 
@@ -359,6 +368,23 @@ class Reply:
     @earned.setter
     def earned(self, value: float | None) -> None:
         self._earned = None if value is None else finite(value, f"{self.agent}[{self.turn}].earned")
+
+    @property
+    def group(self) -> str:
+        """Key of the group whose rewards this turn's is compared with, in place of
+        `algorithm.group_by`: all samples of the query and policy with this key. Empty: no key."""
+        return self._group
+
+    @group.setter
+    def group(self, key: str) -> None:
+        if not isinstance(key, str) or len(key) > _GROUP_CHARS or not (key or "-").isprintable():
+            raise InvalidGroupError(
+                f"must be a text of at most {_GROUP_CHARS} printable characters",
+                field=f"{self.agent}[{self.turn}].group",
+                value=key,
+                remedy="Give turns whose rewards may be compared an equal key, such as 'opening'.",
+            )
+        self._group = key
 
     def __repr__(self) -> str:
         return f"Reply({self.agent}[{self.turn}], {self.text!r}, {self.finish_reason})"

@@ -51,7 +51,7 @@ def team_context(turn: TurnRecord, turns: Sequence[TurnRecord], limit: int) -> t
     return tuple(tokens)
 
 
-GroupBy = Literal["agent", "turn", "branch"]
+GroupBy = Literal["agent", "turn", "branch", "query"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,13 @@ def rows_of(
     trained: Collection[str],
     rewards: Mapping[str, float],
     group_by: GroupBy,
+    own_groups: bool = True,
     team_tokens: int = 0,
 ) -> list[SampleRow]:
     """Return one row per turn of a policy in `trained` that has at least one token.
 
-    `turns`: of a closed trajectory (`Agents.close`); `rewards`: by agent. `team_tokens`: length
-    limit of `SampleRow.context`; 0: none.
+    `turns`: of a closed trajectory (`Agents.close`); `rewards`: by agent. `own_groups`: whether
+    `Reply.group` overrides `group_by`. `team_tokens`: length limit of `SampleRow.context`; 0: none.
     """
     rows = []
     for turn in turns:
@@ -101,7 +102,7 @@ def rows_of(
         rows.append(
             SampleRow(
                 sample_id=f"{query_id}_{turn.position}_{trajectory_id}",
-                group_id=_group_id(turn, query_id, group_by),
+                group_id=_group_id(turn, query_id, group_by, own_groups),
                 turn=turn,
                 reward=reply.reward if reply.reward is not None else rewards.get(turn.role.name),
                 own_reward=reply.reward is not None,
@@ -129,9 +130,14 @@ def metrics_of(turns: Sequence[TurnRecord]) -> dict[str, float]:
     }
 
 
-def _group_id(turn: TurnRecord, query_id: str, group_by: GroupBy) -> str:
+def _group_id(turn: TurnRecord, query_id: str, group_by: GroupBy, own_groups: bool) -> str:
     """Return the id of the turn's group, equal in all trajectories of the query that contribute to
     it."""
+    # No name of an agent begins with either character.
+    if own_groups and turn.reply is not None and turn.reply.group:
+        return f"{query_id}/={turn.reply.group}"
+    if group_by == "query":
+        return f"{query_id}/*"
     agent = f"{query_id}/{turn.role.name}"
     if group_by == "agent":
         return agent

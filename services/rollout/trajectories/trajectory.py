@@ -319,6 +319,7 @@ class RunningTrajectory:
             trained=job.trained.intersection(ticket.learners or job.trained),
             rewards=total,
             group_by=job.spec.algorithm.group_by,
+            own_groups=job.spec.algorithm.grouped_by_workflow,
             team_tokens=job.spec.algorithm.team_tokens,
         )
         samples = records.samples_of(rows, ticket=ticket, shelf=self._shelf)

@@ -585,6 +585,7 @@ class GangLearner(PolicyLearner[Row]):
             columns,
             longest=self._longest,
             routing=self._routing,
+            user_columns=self._job.algorithm.user_columns,
         )
 
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:

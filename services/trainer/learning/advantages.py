@@ -1,20 +1,28 @@
 """Advantage estimation for one policy's samples, with the baselines kept from step to step.
 
 `algorithm.advantage` of the job chooses the function (`troupe/algorithms/registry.py`). Most need
-only a sample and the rewards of its group. `reinforce_plus_plus` needs the rewards of the whole
-step; `rae` a moving average of each agent's rewards, which is training state. `gae` comes from the
-critic (critic.py), token by token.
+only a sample and the rewards of its group; some all samples of the group, and so does
+`baseline_weight: trajectory`. `reinforce_plus_plus` needs the rewards of the whole step; `rae` a
+moving average of each agent's rewards, which is training state. `gae` comes from the critic
+(critic.py), token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from services.trainer.learning.samples import Row, TrainingBatch, by_token, response_lengths
+from services.trainer.learning.samples import (
+    Row,
+    TrainingBatch,
+    by_token,
+    chains_of,
+    earned_by,
+    response_lengths,
+)
 from troupe.algorithms.advantages import (
     AdvantageFunction,
     SampleBatch,
@@ -26,6 +34,8 @@ from troupe.job import AlgorithmSpec
 
 # Prefix of the baselines' names in the optimizer state, and of their metrics.
 _PREFIX = "baseline/"
+# Rewards by pool (an agent, a group, all) and, if a trajectory counts once, by trajectory.
+Pools = dict[str, dict[str, list[float]]]
 
 
 class AdvantageEstimator:
@@ -39,60 +49,92 @@ class AdvantageEstimator:
         self._function = function
         # Whether advantages need the rewards of all samples of the step (`measure`).
         self.needs_whole_step = bool(getattr(function, "whole_step", False))
+        self._by_trajectory = algorithm.baseline_weight == "trajectory"
+        self._of_groups = bool(getattr(function, "whole_group", False))
+        # Whether `estimate` must be given whole groups.
+        self.needs_whole_groups = self._of_groups or self._by_trajectory
         # `rae`: the baseline b_k by agent; zero at first, as in SPIRAL.
         self._baselines: dict[str, float] = {}
         # `rae`: rewards of the present step, by agent.
-        self._rewards: dict[str, list[float]] = {}
+        self._rewards: Pools = {}
         # `reinforce_plus_plus`: (mean, deviation) of the present step's rewards, by agent.
         self._statistics: dict[str, tuple[float, float]] = {}
 
     def measure(self, rows: Sequence[Row]) -> None:
         """Take reward statistics of all samples of a step, independent of their order."""
-        rewards: dict[str, list[float]] = {}
-        for row in rows:
-            rewards.setdefault(self._pool(row), []).append(row.reward)
-        self._statistics = {pool: batch_statistics(values) for pool, values in rewards.items()}
+        rewards: Pools = {}
+        self._add(rewards, ((self._pool(row), row) for row in rows))
+        self._statistics = {
+            pool: batch_statistics(self._counted(entries)) for pool, entries in rewards.items()
+        }
 
     def estimate(self, rows: Sequence[Row]) -> TrainingBatch:
-        """Return `rows` with their advantages; each depends only on its own sample.
+        """Return `rows` with their advantages; each depends only on its own sample, or on its own
+        group with `needs_whole_groups`.
 
         Samples count towards the next baselines of `rae`: pass each sample once per step, or call
         `discard`. Raises `FunctionFault` for a user's function.
         """
         assert self._function is not None, "the critic computes these, token by token"
-        pools = [self._statistics.get(self._pool(row), (0.0, 0.0)) for row in rows]
-        step = torch.tensor(pools, dtype=torch.float64).reshape(-1, 2)
         if self._function is rae:
-            for row in rows:
-                self._rewards.setdefault(row.agent, []).append(row.reward)
-        lengths = response_lengths(rows)
-        behaviour = [row.behaviour for row in rows] or [np.empty(0, np.float32)]
-        found = self._function(
-            SampleBatch(
-                torch.tensor([row.reward for row in rows], dtype=torch.float64),
-                [row.group_rewards for row in rows],
-                [row.agent for row in rows],
-                torch.tensor([row.turn for row in rows]),
-                torch.tensor(lengths),
-                torch.from_numpy(np.concatenate(behaviour)),
-                torch.tensor(
-                    [self._baselines.get(row.agent, 0.0) for row in rows], dtype=torch.float64
-                ),
-                step[:, 0] if self.needs_whole_step else None,
-                step[:, 1] if self.needs_whole_step else None,
-                self._algorithm.scale_by_std,
-            )
-        )
+            self._add(self._rewards, ((row.agent, row) for row in rows))
+        found = self._function(self._batch(rows))
         if len(found) == len(rows):
             return TrainingBatch(rows, found)
         return by_token(rows, found)
+
+    def _batch(self, rows: Sequence[Row]) -> SampleBatch:
+        pools = [self._statistics.get(self._pool(row), (0.0, 0.0)) for row in rows]
+        step = torch.tensor(pools, dtype=torch.float64).reshape(-1, 2)
+        behaviour = [row.behaviour for row in rows] or [np.empty(0, np.float32)]
+        group_rewards: list[Sequence[float]] = [row.group_rewards for row in rows]
+        own = None
+        if self._by_trajectory:
+            groups: Pools = {}
+            self._add(groups, ((row.group, row) for row in rows))
+            means = {name: sorted(self._counted(entries)) for name, entries in groups.items()}
+            group_rewards = [means[row.group] for row in rows]
+            own = _float64(_mean(groups[row.group][row.trajectory]) for row in rows)
+        return SampleBatch(
+            rewards=_float64(row.reward for row in rows),
+            group_rewards=group_rewards,
+            agents=[row.agent for row in rows],
+            turns=torch.tensor([row.turn for row in rows]),
+            lengths=torch.tensor(response_lengths(rows)),
+            behaviour_logprobs=torch.from_numpy(np.concatenate(behaviour)),
+            baselines=_float64(self._baselines.get(row.agent, 0.0) for row in rows),
+            step_mean=step[:, 0] if self.needs_whole_step else None,
+            step_std=step[:, 1] if self.needs_whole_step else None,
+            scale_by_std=self._algorithm.scale_by_std,
+            queries=[row.query for row in rows],
+            trajectories=[row.trajectory for row in rows],
+            groups=[row.group for row in rows],
+            chains=[row.chain for row in rows],
+            prompts=[row.prompt_digest for row in rows],
+            columns=[row.columns for row in rows],
+            own_entries=own,
+            earned=_earned(rows) if self._of_groups else None,
+        )
+
+    def _add(self, pools: Pools, rows: Iterable[tuple[str, Row]]) -> None:
+        """Add the rewards of rows to the pools of these names."""
+        for pool, row in rows:
+            entry = row.trajectory if self._by_trajectory else ""
+            pools.setdefault(pool, {}).setdefault(entry, []).append(row.reward)
+
+    def _counted(self, entries: Mapping[str, Sequence[float]]) -> list[float]:
+        """Return the rewards of a pool that count: of each sample, or the mean of each
+        trajectory's."""
+        if self._by_trajectory:
+            return [_mean(rewards) for rewards in entries.values()]
+        return [reward for rewards in entries.values() for reward in rewards]
 
     def applied(self) -> None:
         """Update the baselines with the rewards of the step, after it was applied."""
         decay = self._algorithm.rae_decay
         for agent, rewards in self._rewards.items():
             before = self._baselines.get(agent, 0.0)
-            self._baselines[agent] = moved_baseline(before, rewards, decay)
+            self._baselines[agent] = moved_baseline(before, self._counted(rewards), decay)
 
     def discard(self) -> None:
         """Discard the rewards of the current step."""
@@ -119,7 +161,10 @@ class AdvantageEstimator:
 
     def restore_step(self, values: Mapping[str, Any]) -> None:
         """Restore the values of `step_state`."""
-        self._rewards = {agent: list(rewards) for agent, rewards in values["rewards"].items()}
+        self._rewards = {
+            agent: {entry: list(rewards) for entry, rewards in entries.items()}
+            for agent, entries in values["rewards"].items()
+        }
         self._statistics = {pool: (one[0], one[1]) for pool, one in values["statistics"].items()}
 
     def metrics(self) -> dict[str, float]:
@@ -132,3 +177,21 @@ class AdvantageEstimator:
         """Return the key of a row's pool, whose samples share statistics: its agent, or the
         policy."""
         return row.agent if self._algorithm.normalize_per_agent else ""
+
+
+def _mean(rewards: Sequence[float]) -> float:
+    """Return the mean, independent of the order, and exact where all rewards are equal."""
+    return batch_statistics(rewards)[0] if len(rewards) > 1 else rewards[0]
+
+
+def _earned(rows: Sequence[Row]) -> torch.Tensor:
+    """Return what each turn earned (`earned_by`), float64 [n]; zero without a response."""
+    earned = torch.zeros(len(rows), dtype=torch.float64)
+    for chain in chains_of(rows):
+        for i in chain:
+            earned[i] = earned_by(rows[i], last=i == chain[-1])
+    return earned
+
+
+def _float64(values: Iterable[float]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)

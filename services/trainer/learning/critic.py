@@ -27,7 +27,14 @@ from services.trainer.learning.optimizer import (
     make_optimizer,
 )
 from services.trainer.learning.ranks import RankBatches, RankGroup
-from services.trainer.learning.samples import Row, TrainingBatch, by_token, response_lengths
+from services.trainer.learning.samples import (
+    Row,
+    TrainingBatch,
+    by_token,
+    chains_of,
+    earned_by,
+    response_lengths,
+)
 from services.trainer.learning.sequences.attention import PACKED
 from services.trainer.learning.sequences.packing import PackedBatch, one_token
 from services.trainer.state import suspension
@@ -361,15 +368,6 @@ class ValueHead(torch.nn.Linear):
             return super().forward(hidden.to(self.weight.dtype))
 
 
-def _earned(row: Row, *, last: bool) -> float:
-    """Return the reward r_t at the last token of a turn, which may be the `last` turn of its
-    chain."""
-    if row.earned is not None:
-        return row.earned + (row.final or 0.0 if last else 0.0)
-    # Without separate rewards only `reward` is known: the turn's own, or else its agent's.
-    return row.reward if row.own_reward or last else 0.0
-
-
 def chained_advantages(
     rows: Sequence[Row], values: torch.Tensor, *, gamma: float, gae_lambda: float
 ) -> torch.Tensor:
@@ -380,20 +378,16 @@ def chained_advantages(
     `Row.turn`; a turn that is missing is left out of the chain.
     """
     starts = np.cumsum([0, *response_lengths(rows)])
-    chains: dict[tuple[str, str, str], list[int]] = {}
-    for i in sorted(range(len(rows)), key=lambda i: rows[i].turn):
-        if rows[i].response_length:
-            row = rows[i]
-            chains.setdefault((row.trajectory, row.agent, row.chain), []).append(i)
+    chains = chains_of(rows)
     rewards = torch.zeros(len(values), dtype=torch.float64)
-    for chain in chains.values():
+    for chain in chains:
         for i in chain:
-            rewards[starts[i + 1] - 1] = _earned(rows[i], last=i == chain[-1])
-    ordered = [np.arange(starts[i], starts[i + 1]) for chain in chains.values() for i in chain]
+            rewards[starts[i + 1] - 1] = earned_by(rows[i], last=i == chain[-1])
+    ordered = [np.arange(starts[i], starts[i + 1]) for chain in chains for i in chain]
     if not ordered:
         return torch.zeros(0, dtype=torch.float64)
     order = torch.from_numpy(np.concatenate(ordered))
-    lengths = [sum(rows[i].response_length for i in chain) for chain in chains.values()]
+    lengths = [sum(rows[i].response_length for i in chain) for chain in chains]
     found = torch.empty(len(values), dtype=torch.float64)
     found[order] = gae(
         rewards[order], values.cpu()[order], lengths, gamma=gamma, gae_lambda=gae_lambda

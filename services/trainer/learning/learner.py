@@ -166,7 +166,7 @@ class Accumulation:
         if self._job.pipeline.deterministic:
             for unit in self.sums.groups.add(rows):
                 self._add(unit, stop)
-        elif self._critic is not None:
+        elif self._critic is not None or self.advantages.needs_whole_groups:
             if rows := [row for unit in self.sums.groups.add(rows) for row in unit]:
                 self._add(rows, stop)
         else:
@@ -551,6 +551,7 @@ class Learner(PolicyLearner[Row]):
             columns,
             longest=longest,
             routing=routing,
+            user_columns=self._job.algorithm.user_columns,
             payload_kinds=getattr(self.model, "payload_kinds", ()),
         )
 

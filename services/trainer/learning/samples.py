@@ -8,13 +8,15 @@ sequences/packing.py).
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from troupe import tensors
 from troupe.algorithms.losses import PreferenceWeights
@@ -59,6 +61,7 @@ class Row:
     temperature: float = 1.0
     # Id of the sample's group, whose rewards are compared; unique within the step.
     group: str = ""
+    query: str = ""
     trajectory: str = ""
     agent: str = ""
     # Number of earlier steps that have trained the sample.
@@ -87,6 +90,8 @@ class Row:
     routes: np.ndarray[Any, np.dtype[Any]] | None = None
     # What tokens of the prompt stand for.
     payloads: Payloads = ()
+    # User-defined columns that the advantage reads: arrays, or JSON values.
+    columns: Mapping[str, Any] = field(default_factory=dict)
     # Added by the trainer. float64 [response_len]: advantages, where they differ by token.
     advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
     # Added by the trainer. [response_len]: log-probs under the weights that the step began with.
@@ -102,6 +107,15 @@ class Row:
         """Number of response tokens, which carry the loss."""
         return len(self.ids) - self.prompt_length
 
+    @property
+    def prompt_digest(self) -> int:
+        """64-bit hash of the prompt, as `TokenIds.digest` in workflows."""
+        hasher = xxhash.xxh3_64(self.ids[: self.prompt_length].astype("<i8").data)
+        if self.payloads:
+            hasher.update(repr(self.payloads).encode())
+        found: int = hasher.intdigest()
+        return found
+
 
 @dataclass(frozen=True)
 class TrainingBatch:
@@ -113,6 +127,25 @@ class TrainingBatch:
     # From a critic, on its device: [T] V(s_t), and [T] the returns R_t that it is fitted to.
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+
+
+def chains_of(rows: Sequence[Row]) -> list[list[int]]:
+    """Return the positions of the rows of each chain (one agent's turns of a trajectory that follow
+    one another), in the order of turns; rows without a response are left out."""
+    chains: dict[tuple[str, str, str], list[int]] = {}
+    for i in sorted(range(len(rows)), key=lambda i: rows[i].turn):
+        if rows[i].response_length:
+            row = rows[i]
+            chains.setdefault((row.trajectory, row.agent, row.chain), []).append(i)
+    return list(chains.values())
+
+
+def earned_by(row: Row, *, last: bool) -> float:
+    """Return the reward that a turn earns, with its agent's if it is the `last` of its chain."""
+    if row.earned is not None:
+        return row.earned + (row.final or 0.0 if last else 0.0)
+    # Without separate rewards only `reward` is known: the turn's own, or else its agent's.
+    return row.reward if row.own_reward or last else 0.0
 
 
 def content_key(row: Row) -> tuple[Any, ...]:
@@ -172,15 +205,16 @@ def parse_rows(
     longest: int = 0,
     routing: RoutingShape | None = None,
     payload_kinds: Collection[str] = (),
+    user_columns: Collection[str] = (),
 ) -> list[Row]:
     """Parse the samples of a claim into rows, sorted by sample id.
 
     `longest`: tokens that the model has positions for; 0: unknown. With `load`, rows carry those of
-    `columns` that their samples have, and payloads. `routing`: the shape of their routes; None: the
-    model has no experts. `payload_kinds`: those that the model takes. Raises ChecksumError,
-    FailedPrecondition of kind "malformed_sample", and what `load` raises.
+    `columns` and `user_columns` that their samples have, and payloads. `routing`: the shape of
+    their routes; None: the model has no experts. `payload_kinds`: those that the model takes.
+    Raises ChecksumError, FailedPrecondition of kind "malformed_sample", and what `load` raises.
     """
-    rows = [_parse(item, load, columns) for item in claimed]
+    rows = [_parse(item, load, columns, user_columns) for item in claimed]
     for row in rows:
         for ids in (row.ids, row.context):
             if ids is not None and ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
@@ -207,7 +241,12 @@ def parse_rows(
     return sorted(rows, key=lambda row: row.sample_id)
 
 
-def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[str]) -> Row:
+def _parse(
+    item: store_pb.ClaimedSample,
+    load: Load | None,
+    columns: Collection[str],
+    user_columns: Collection[str],
+) -> Row:
     sample = item.sample
     prompt = tensors.from_proto(sample.prompt_ids)
     response = tensors.from_proto(sample.response_ids)
@@ -243,6 +282,7 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         # Engines report log-probs of greedy responses under the distribution of temperature 1.
         temperature=sample.temperature if sample.temperature > 0 else 1.0,
         group=f"{sample.query_id}\t{sample.group_id}",
+        query=sample.query_id,
         trajectory=sample.trajectory_id,
         agent=sample.agent,
         uses=sample.uses,
@@ -258,7 +298,22 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         payloads=from_protos(sample.payloads, load) if sample.payloads and load else (),
         demonstration=sample.demonstration,
         preference=sample.preference,
+        columns={} if load is None else _user_columns(sample, user_columns, load),
     )
+
+
+def _user_columns(
+    sample: store_pb.Sample, names: Collection[str], load: Load
+) -> dict[str, np.ndarray[Any, Any] | Any]:
+    """Return those of the columns `names` that `sample` has: arrays, or JSON values."""
+    found: dict[str, Any] = {}
+    for name in names:
+        if name not in sample.columns:
+            continue
+        column = sample.columns[name]
+        is_json = column.WhichOneof("value") == "json"
+        found[name] = json.loads(column.json) if is_json else column_of(sample, name, load)
+    return found
 
 
 def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any, Any] | None:

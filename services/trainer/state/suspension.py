@@ -183,6 +183,15 @@ def pack_rows(rows: Sequence[Row]) -> tuple[Tensors, list[Values]]:
                 lengths[column.name] = len(value)
             else:
                 values[column.name] = value
+        if row.columns:
+            values["columns"] = [
+                (name, _kind_of(value)) for name, value in sorted(row.columns.items())
+            ]
+            contents = [_bytes_of(value) for _, value in sorted(row.columns.items())]
+            joined.setdefault("columns", []).append(
+                np.frombuffer(bytearray(b"".join(contents)), np.uint8)
+            )
+            lengths["columns"] = sum(map(len, contents))
         if row.payloads:
             contents = [placed.payload.data for placed in row.payloads]
             values["payloads"] = [
@@ -213,8 +222,31 @@ def unpack_rows(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
             begins[name] = begin + length
         if "payloads" in one["lengths"]:
             fields["payloads"] = _payloads(one["values"]["payloads"], fields["payloads"].tobytes())
+        if "columns" in one["lengths"]:
+            fields["columns"] = _columns(one["values"]["columns"], fields["columns"].tobytes())
         rows.append(Row(**fields))
     return rows
+
+
+def _kind_of(value: Any) -> tuple[str, list[int], int]:
+    """Return dtype, shape and bytes of a user-defined column's value; JSON has dtype ""."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, list(value.shape), value.nbytes
+    return "", [], len(_bytes_of(value))
+
+
+def _bytes_of(value: Any) -> bytes:
+    return value.tobytes() if isinstance(value, np.ndarray) else json.dumps(value).encode()
+
+
+def _columns(described: Sequence[Sequence[Any]], contents: bytes) -> dict[str, Any]:
+    """Return the inverse of `_kind_of` and `_bytes_of` for the columns of a row."""
+    found, begin = {}, 0
+    for name, (dtype, shape, size) in described:
+        part = contents[begin : begin + size]
+        found[name] = np.frombuffer(part, dtype).reshape(shape) if dtype else json.loads(part)
+        begin += size
+    return found
 
 
 def _payloads(described: Sequence[Sequence[Any]], contents: bytes) -> Payloads:

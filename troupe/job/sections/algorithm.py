@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from troupe.job.section import (
     MAX_AGENTS,
     Coefficient,
+    ColumnName,
     Section,
     Tokens,
     TokensOrNone,
@@ -122,11 +123,20 @@ class AlgorithmSpec(Section):
     MAS, Feng et al. 2026). With groups and `rae` baselines are always per agent."""
     rae_decay: float = Field(default=0.95, ge=0, lt=1)
     """`rae`: decay of the moving average per sample."""
-    group_by: Literal["agent", "turn", "branch"] = "agent"
+    group_by: Literal["agent", "turn", "branch", "query"] = "agent"
     """Which samples of a query form a group. `agent`: all of one agent. `turn`: all of one turn of
     an agent; the replies of a `chat(n=k)` are one turn. `branch`: the replies of one `chat(n=k)`,
     and those of other trajectories with the same prompt (AT-GRPO, Zhao et al. 2025, section 4.1);
-    turns without `n` are grouped as by `turn`."""
+    turns without `n` are grouped as by `turn`. `query`: all of the policy, of whichever agent (the
+    global baseline with which Dr. MAS is compared). A workflow overrides it for a reply by
+    `reply.group = "key"`: equal keys of a query form a group."""
+    baseline_weight: Literal["sample", "trajectory"] = "sample"
+    """What counts once in a baseline's mean and deviation. `sample`: every sample, so that long
+    trajectories weigh more. `trajectory`: the mean reward of a trajectory's samples in the group
+    (`reinforce_plus_plus` and `rae`: in the step, of the agent)."""
+    columns: tuple[ColumnName, ...] = Field(default=(), max_length=16)
+    """Columns of samples (`reply.columns`) that the user's own advantage reads as
+    `SampleBatch.columns`."""
     loss: LossOrOwn = "ppo_clip"
     """Policy-gradient loss, with pi the trained and mu the sampling policy. `ppo_clip`: the ratio
     pi/mu of each token, clipped (Schulman et al. 2017, equation 7); `gspo`: the sequence's ratio
@@ -191,6 +201,17 @@ class AlgorithmSpec(Section):
         return self.epochs * self.minibatches
 
     @property
+    def user_columns(self) -> tuple[str, ...]:
+        """Columns that a workflow sets and the advantage reads."""
+        return self.columns
+
+    @property
+    def grouped_by_workflow(self) -> bool:
+        """Whether `reply.group` overrides `group_by`; not where advantages are computed along the
+        turns of an agent, which one group must contain."""
+        return self.advantage != "gae"
+
+    @property
     def learns_without_advantages(self) -> bool:
         """Whether a sample with zero advantage may contribute to learning: by a teacher, or by a
         user's own loss. Regularizers do not count."""
@@ -231,6 +252,15 @@ class AlgorithmSpec(Section):
             raise ValueError(
                 f"normalize_per_agent: with advantage `{self.advantage}` a baseline is of one "
                 "agent anyway; remove it, or choose `reinforce_plus_plus`"
+            )
+        if self.advantage == "gae" and self.baseline_weight != "sample":
+            raise ValueError(
+                "baseline_weight: advantage `gae` has no baseline of rewards; remove it"
+            )
+        if self.columns and ":" not in self.advantage:
+            raise ValueError(
+                f"columns: advantage `{self.advantage}` reads none; remove it, or name a function "
+                "of your own as `advantage`"
             )
         if self.constant_tokens and self.normalize != "constant":
             raise ValueError(

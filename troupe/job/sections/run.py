@@ -6,19 +6,18 @@ and editors show it.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from troupe.contracts import metric_names
 from troupe.job.section import (
-    COLUMN,
     MAX_COEFFICIENT,
     MAX_NORM,
     MAX_QUERIES,
     MAX_STEPS,
     MAX_TRAJECTORIES,
+    ColumnName,
     Queries,
     Rate,
     Seconds,
@@ -173,7 +172,7 @@ class PipelineSpec(Section):
     max_uses: int = Field(default=1, ge=1, le=16)
     """Optimizer steps that a sample may contribute to; above 1 only in mode `async`, within
     `alpha`."""
-    required_columns: list[str] = Field(default=[], max_length=64)
+    required_columns: list[ColumnName] = Field(default=[], max_length=64)
     """Columns, in addition to the reward, that must be filled before a sample is trained. Workflows
     and other services fill them."""
 
@@ -183,11 +182,6 @@ class PipelineSpec(Section):
         for name in names:
             if name == "reward":
                 raise ValueError("every sample already waits for 'reward'; remove it")
-            if not re.match(COLUMN, name):
-                raise ValueError(
-                    f"{name!r} does not name a column: up to 64 letters, digits, '.', '_' or '-', "
-                    "beginning with a letter or '_'"
-                )
         return list(dict.fromkeys(names))
 
 

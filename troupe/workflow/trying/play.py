@@ -67,6 +67,7 @@ class Trial:
         functions: LocalFunctions | None = None,
         trained: Collection[str] | None = None,
         group_by: GroupBy = "agent",
+        own_groups: bool = True,
         seed: int = 0,
         seconds: float = 60.0,
         trajectory_id: str = "",
@@ -86,7 +87,7 @@ class Trial:
         offered = [definition_of(name, function) for name, function in (tools or {}).items()]
         self._tools = Tools(tools or (), self._functions, offered)
         self._trained = trained
-        self._group_by = group_by
+        self._group_by, self._own_groups = group_by, own_groups
         self._seconds = seconds
 
     async def run(self) -> Played:
@@ -123,6 +124,7 @@ class Trial:
                 trained=trained,
                 rewards=total,
                 group_by=self._group_by,
+                own_groups=self._own_groups,
             ),
             metrics=metrics_of(turns) | self.query.logged() | self.agents.unawaited_metric,
         )

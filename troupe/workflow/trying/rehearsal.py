@@ -94,6 +94,7 @@ class Rehearsal:
             ),
             trained=setting.trained,
             group_by=setting.group_by,
+            own_groups=setting.own_groups,
             # The same seed as in a job.
             seed=seed_of(self.seed, query.split, query.index, number),
             seconds=self.seconds,

@@ -68,6 +68,11 @@ class Setting:
         return self.spec.algorithm.group_by if self.spec else "agent"
 
     @property
+    def own_groups(self) -> bool:
+        """Whether the workflow's own groups (`Reply.group`) count."""
+        return self.spec.algorithm.grouped_by_workflow if self.spec else True
+
+    @property
     def trained(self) -> list[str] | None:
         """Policies that are trained; None: all."""
         return self.spec.trained_policies if self.spec else None
