@@ -157,9 +157,12 @@ async def troupe_window(directory: Path, model: Path, work: Work) -> Window:
 
 
 def comlrl_window(python: Path, model: Path, work: Work, *options: str) -> Window:
-    """Train with CoMLRL in a fresh process, with a thread per core. Blocking."""
+    """Train with CoMLRL in a fresh process. Blocking.
+
+    It computes in one thread: its products, of one sequence each, are too small for two.
+    """
     command = [str(python), "-m", "benchmarks.comlrl.comlrl_side", str(model)]
-    command += [json.dumps(work.as_dict()), *options]
+    command += [json.dumps(work.as_dict()), "--threads", "1", *options]
     launched = time.monotonic()
     with _running(command) as process:
         assert process.stdout is not None
