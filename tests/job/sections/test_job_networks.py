@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from troupe.client.cli.specification import reference
 from troupe.job import JobSpec, JobSpecError, parse_job
+from troupe.job.reference import reference
 
 
 def _job(**changes: Any) -> dict[str, Any]:
