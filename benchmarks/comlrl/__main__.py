@@ -131,7 +131,7 @@ def team_job(name: str, model: Path, work: Work) -> JobSpec:
 
 async def troupe_window(directory: Path, model: Path, work: Work) -> Window:
     """Train on a cluster of its own, in fresh processes."""
-    directory.mkdir()
+    await asyncio.to_thread(directory.mkdir)
     with cluster(directory / "cluster") as (process, launched):
         window = Window(launched, process.pid, work.samples * len(AGENTS), [], [])
         state = await asyncio.to_thread(wait_ready, process, directory / "cluster")
