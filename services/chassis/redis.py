@@ -36,12 +36,12 @@ from troupe.rpc import (
     Unavailable,
 )
 from troupe.rpc.addresses import split_address
+from troupe.rpc.errors import recast
 from troupe.rpc.redis import CLUSTER_SCHEMES, check_url, failure, full, risks, shown, unfitness
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-E = TypeVar("E", bound=TroupeError)
 
 Value: TypeAlias = str | bytes | memoryview | int | float
 Command: TypeAlias = Sequence[Value]
@@ -89,13 +89,6 @@ class Script:
     def of(text: str) -> Script:
         """Return the script `text` with its digest."""
         return Script(text, hashlib.sha1(text.encode()).hexdigest())
-
-
-def as_error(kind: type[E], error: TroupeError) -> E:
-    """Convert `error` to another class; it keeps its text, but loses the retry hint."""
-    return kind(
-        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
-    )
 
 
 class RedisClient:
@@ -230,7 +223,7 @@ class RedisClient:
         for info in infos:
             error = unfitness(info, self.address, clustered=self.clustered)
             if isinstance(error, Unavailable):
-                raise as_error(self.unavailable, error)
+                raise recast(error, self.unavailable)
             if error is not None:
                 raise error
         return list(dict.fromkeys(risk for info in infos for risk in risks(info)))
@@ -337,7 +330,7 @@ class RedisClient:
         if isinstance(found, ResourceExhausted):
             return self._converted(full(self.address, await self._info_or_none()))
         if isinstance(found, Unavailable):
-            found = as_error(self.unavailable, found)
+            found = recast(found, self.unavailable)
         found = self._converted(found)
         if self._disk is None or not isinstance(found, Unavailable):
             return found

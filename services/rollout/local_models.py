@@ -18,7 +18,7 @@ from troupe.checkpoints.adapters import distinct_tensors
 from troupe.disks import memory_root
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.job.hub import first_line
-from troupe.rpc.errors import InvalidArgument, TroupeError
+from troupe.rpc.errors import InvalidArgument, TroupeError, recast
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.backend import GeneratedTurn
@@ -91,13 +91,7 @@ class LocalModels:
             try:
                 return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
             except TroupeError as error:
-                raise TurnError(
-                    error.message,
-                    kind=error.kind,
-                    field=error.field,
-                    value=error.value,
-                    remedy=error.remedy,
-                ) from error
+                raise recast(error, TurnError) from error
 
         return draw
 

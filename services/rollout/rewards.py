@@ -35,6 +35,7 @@ from troupe.rpc.ids import new_id
 from troupe.scheduling.precedence import share_of
 from troupe.v1 import reward_pb2 as reward_pb
 from troupe.workflow import ToolError, scoring
+from troupe.workflow.tools import result_of
 
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
@@ -138,14 +139,7 @@ class TrajectoryTools:
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a reward function, and return its JSON value. Raises `ToolError`."""
         answer = await self._call(f"rewards/{name}", scoring.as_arguments(arguments))
-        try:
-            return parse_json(answer)
-        except NotJsonError as error:
-            raise ToolError(
-                f"rewards/{name} returned a value that is not JSON: {error}",
-                kind=kinds.BAD_RESULT,
-                field=f"rewards.{name}",
-            ) from error
+        return result_of(f"rewards/{name}", answer)
 
     async def _call(self, name: str, arguments_json: str, expected_seconds: float = 0.0) -> str:
         left = self._clock.bound(math.inf)

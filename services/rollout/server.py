@@ -41,7 +41,13 @@ from troupe.experience import ExperienceWriter
 from troupe.functions.sources import SourceStore
 from troupe.functions.validation import MAX_SECONDS, is_seconds
 from troupe.rpc import RetryPolicy, connect
-from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
+from troupe.rpc.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    TroupeError,
+    recast,
+)
 from troupe.rpc.ids import check_name, new_id
 from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as common_pb
@@ -440,9 +446,7 @@ def _to_rpc(error: WorkflowError) -> TroupeError:
         kinds.DEADLINE: DeadlineExceeded,
         kinds.JOB_RELEASED: FailedPrecondition,
     }
-    return classes.get(error.kind, InvalidArgument)(
-        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
-    )
+    return recast(error, classes.get(error.kind, InvalidArgument))
 
 
 def warm_up() -> None:

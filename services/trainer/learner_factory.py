@@ -31,7 +31,13 @@ from troupe.job import JobSpec
 from troupe.job.sizing import setup_of, shape_of_config
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling.defaults import defaults_of, described_device
-from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
+from troupe.scheduling.memory import (
+    TOO_LARGE_REMEDY,
+    ModelShape,
+    RankMemory,
+    TrainingSetup,
+    rank_memory,
+)
 from troupe.v1 import common_pb2 as common_pb
 
 
@@ -197,9 +203,6 @@ def memory_needed(
             kind=kinds.POLICY_TOO_LARGE,
             field=f"policies.{policy}.model",
             value=needed.total,
-            remedy="Use a smaller model, an adapter (`lora`), a larger gang (`trainer.gang`), "
-            "`trainer.activation_checkpointing`, fewer `trainer.forward_tokens`, or another "
-            "`trainer.shard` than `host`; or add a "
-            "trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES says how much it may use).",
+            remedy=TOO_LARGE_REMEDY,
         )
     return needed

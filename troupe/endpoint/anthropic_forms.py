@@ -248,12 +248,9 @@ class MessagesAnswer(ApiAnswer):
                 "cache_read_input_tokens": 0,
             },
         }
-        if self.chat.return_token_ids:
-            message["prompt_token_ids"] = list(reply.prompt_ids)
-            message["token_ids"] = list(reply.response)
-        if (unmet := self.unmet(self.chat.promises, reply)) is not None:
-            message["unmet"] = unmet
-        return message
+        return self.with_own_fields(
+            message, reply, token_ids=self.chat.return_token_ids, promises=self.chat.promises
+        )
 
     def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
         """Yield the events of a stream, including its last one."""

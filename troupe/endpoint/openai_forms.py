@@ -56,6 +56,18 @@ class ApiAnswer(ABC):
         reply.unmet = tuple(one["param"] for one in unmet)
         return unmet
 
+    def with_own_fields(
+        self, body: dict[str, Any], reply: Reply, *, token_ids: bool | None, promises: Promises
+    ) -> dict[str, Any]:
+        """Return `body` of one reply with the fields that only Troupe has: its token ids, if asked
+        for, and the promises that it breaks."""
+        if token_ids:
+            body["prompt_token_ids"] = list(reply.prompt_ids)
+            body["token_ids"] = list(reply.response)
+        if (unmet := self.unmet(promises, reply)) is not None:
+            body["unmet"] = unmet
+        return body
+
     def token_logprobs(self, reply: Reply) -> list[dict[str, Any]]:
         """Return an entry per sampled token, including the stop token and the tokens of tool
         calls."""

@@ -290,12 +290,9 @@ class ResponsesAnswer(ApiAnswer):
         }
         if not cut:
             response["completed_at"] = int(time.time())
-        if self.chat.return_token_ids:
-            response["prompt_token_ids"] = list(reply.prompt_ids)
-            response["token_ids"] = list(reply.response)
-        if (unmet := self.unmet(self.chat.promises, reply)) is not None:
-            response["unmet"] = unmet
-        return response
+        return self.with_own_fields(
+            response, reply, token_ids=self.chat.return_token_ids, promises=self.chat.promises
+        )
 
     def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
         """Yield the events of a stream, including its last one."""

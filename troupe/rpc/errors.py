@@ -13,7 +13,7 @@ import errno
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 from urllib.parse import quote
 
 import grpc
@@ -24,6 +24,8 @@ from troupe.contracts import kinds
 from troupe.outcomes import safe_text
 from troupe.rpc.addresses import without_secrets
 from troupe.v1 import common_pb2 as common_pb
+
+E = TypeVar("E", bound=Exception)
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 HEALTH_PROBLEM_KEY: Final = "troupe-problem-bin"
@@ -212,6 +214,24 @@ class DataLoss(TroupeError):
 _CLASSES: Final = tuple(TroupeError.__subclasses__())
 _BY_CODE: Final = {cls.code: cls for cls in _CLASSES}
 _BY_KIND: Final = {cls.default_kind: cls for cls in _CLASSES}
+
+
+class Explained(Protocol):
+    """An error with what a `TroupeError` says: errors of calls and of workflows are such."""
+
+    message: str
+    kind: str
+    field: str | None
+    value: str | None
+    remedy: str | None
+
+
+def recast(error: Explained, make: Callable[..., E]) -> E:
+    """Return `error` as one of the class `make`, with the same kind, message, field, value and
+    remedy, but without a hint when to retry."""
+    return make(
+        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
+    )
 
 
 def undecodable(raw: bytes, error: Exception) -> InvalidArgument:

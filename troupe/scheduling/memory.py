@@ -41,6 +41,13 @@ SHORT_ROW: Final = 128
 _UNEVEN: Final = 1.5
 # Bytes per token of ids, indices, the loss's columns and statistics.
 _COLUMNS_BYTES: Final = 192
+TOO_LARGE_REMEDY: Final = (
+    "Use a smaller model, an adapter (`lora`), a larger gang (`trainer.gang`), "
+    "`trainer.activation_checkpointing`, fewer `trainer.forward_tokens`, or another "
+    "`trainer.shard` than `host`; or add a trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES "
+    "says how much it may use). `troupe job validate --devices` shows what fits where."
+)
+"""What to do about a policy that no trainer has the memory to train."""
 
 
 @dataclass(frozen=True, slots=True)

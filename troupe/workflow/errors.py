@@ -134,11 +134,9 @@ def as_invalid_argument(error: WorkflowError) -> InvalidArgument:
     """Convert `error` to the error of a gRPC call, with the same message, field, value and
     remedy."""
     # Imports gRPC, which workflows and child processes of environments do not need.
-    from troupe.rpc.errors import InvalidArgument
+    from troupe.rpc.errors import InvalidArgument, recast
 
-    return InvalidArgument(
-        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
-    )
+    return recast(error, InvalidArgument)
 
 
 def is_own(error: BaseException) -> bool:

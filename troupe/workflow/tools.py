@@ -123,12 +123,18 @@ class Tools:
         with numbering.outside():
             expected = self._expected_seconds
             answer = await self._backend.invoke(name, payload, expected_seconds=expected)
-        try:
-            return parse_json(answer)
-        except NotJsonError as error:
-            raise ToolError(
-                f"tools/{name} returned a value that is not JSON: {error}",
-                kind=kinds.BAD_RESULT,
-                field=f"tools.{name}",
-                remedy="Return finite numbers, strings, lists and dicts of them.",
-            ) from error
+        return result_of(f"tools/{name}", answer)
+
+
+def result_of(name: str, answer: str) -> Any:
+    """Return the JSON value that a call of the function `name` ("tools/NAME", "rewards/NAME")
+    returned. Raises `ToolError`."""
+    try:
+        return parse_json(answer)
+    except NotJsonError as error:
+        raise ToolError(
+            f"{name} returned a value that is not JSON: {error}",
+            kind=kinds.BAD_RESULT,
+            field=name.replace("/", "."),
+            remedy="Return finite numbers, strings, lists and dicts of them.",
+        ) from error

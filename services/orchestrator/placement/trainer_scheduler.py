@@ -23,6 +23,7 @@ from services.orchestrator.placement.workers import AWAY, WorkerHandle, WorkerRe
 from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable
 from troupe.scheduling import binding
+from troupe.scheduling.memory import TOO_LARGE_REMEDY
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
@@ -248,9 +249,7 @@ def _too_large(problem: binding.TooLarge, policy: binding.Policy) -> FailedPreco
         kind=kinds.POLICY_TOO_LARGE,
         field=f"policies.{name}.model",
         value=problem.needed,
-        remedy="Use a smaller model, an adapter (`lora`), a larger gang (`trainer.gang`), or fewer "
-        "`trainer.forward_tokens`; or add a trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES "
-        "says how much it may use). `troupe job validate --devices` shows what fits where.",
+        remedy=TOO_LARGE_REMEDY,
     )
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from services.chassis.redis import KeyName, RedisClient, as_error
+from services.chassis.redis import KeyName, RedisClient
 from troupe.rpc import FailedPrecondition, ResourceExhausted, RetryPolicy, TroupeError, Unavailable
+from troupe.rpc.errors import recast
 
 _PREFIX: Final = "troupe:orchestrator"
 _LUA: Final = Path(__file__).parent / "lua"
@@ -136,8 +137,8 @@ class RedisAccess(RedisClient):
 
     def _converted(self, error: TroupeError) -> TroupeError:
         if isinstance(error, ResourceExhausted):
-            return as_error(StateFull, error)
+            return recast(error, StateFull)
         if isinstance(error, FailedPrecondition) and self.ready:
             # A refused password may be corrected, so jobs wait for that.
-            return as_error(StateUnavailable, error)
+            return recast(error, StateUnavailable)
         return error

@@ -30,7 +30,7 @@ from troupe.networks.vector import (
     name_of,
 )
 from troupe.outcomes import described, traceback_text
-from troupe.rpc.errors import InvalidArgument, TroupeError
+from troupe.rpc.errors import InvalidArgument, TroupeError, recast
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.backend import Sampling
@@ -403,13 +403,7 @@ class Arena:
                 return WorkflowError(message, kind="reward_not_finite", remedy=remedy)
             return self._fault("raised", message, remedy=remedy)
         if isinstance(error, TroupeError):  # weights or shapes that do not fit
-            return WorkflowError(
-                error.message,
-                kind=error.kind,
-                field=error.field,
-                value=error.value,
-                remedy=error.remedy,
-            )
+            return recast(error, WorkflowError)
         if isinstance(error, WorkflowError):
             return error
         return self._fault("raised", described(error), traceback=traceback_text(error))

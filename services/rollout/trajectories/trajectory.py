@@ -27,7 +27,7 @@ from troupe.contracts import kinds, metric_names
 from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import described, safe_text
 from troupe.rpc import Attempts, RetryPolicy
-from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
+from troupe.rpc.errors import Internal, InvalidArgument, TroupeError, recast
 from troupe.states import TRAJECTORY, check, is_terminal
 from troupe.user_code import BreakpointReached, await_contained, is_closing
 from troupe.v1 import common_pb2 as common_pb
@@ -396,9 +396,7 @@ class RunningTrajectory:
 
 def _problem(error: WorkflowError) -> common_pb.Problem:
     cls: type[TroupeError] = Internal if error.field is None else InvalidArgument
-    return cls(
-        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
-    ).to_problem()
+    return recast(error, cls).to_problem()
 
 
 class TrajectoryAttempts:

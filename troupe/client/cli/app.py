@@ -61,7 +61,7 @@ from troupe.doctor.examination import quick_checks
 from troupe.job.automatic import AUTOMATIC
 from troupe.job.spec import policy_of
 from troupe.rpc import TroupeError
-from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
+from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument, recast
 from troupe.storage import LocalPlace, Place, place_at
 from troupe.yaml_input import read_value
 
@@ -97,13 +97,7 @@ def check(
         open_environment(entrypoint, given, "entrypoint").close()
     except WorkflowError as error:
         refused = InvalidArgument if isinstance(error, EntrypointError) else Internal
-        raise refused(
-            error.message,
-            kind=error.kind,
-            field=error.field,
-            value=error.value,
-            remedy=error.remedy,
-        ) from error
+        raise recast(error, refused) from error
     report = conform(
         lambda: open_environment(entrypoint, given, "entrypoint"),
         seeds=range(first_seed, first_seed + seeds),
