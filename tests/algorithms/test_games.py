@@ -14,8 +14,8 @@ import torch
 
 from services.trainer.learning.advantages import AdvantageEstimator
 from services.trainer.learning.samples import Row
-from troupe.algorithms.advantages import ADVANTAGES as ADVANTAGES_BY_NAME
 from troupe.algorithms.losses import grpo_loss_sum, normalizer, token_weights
+from troupe.algorithms.registry import ADVANTAGES as ADVANTAGES_BY_NAME
 from troupe.algorithms.values import gae, value_loss
 from troupe.job import AlgorithmSpec
 from troupe.job.sections.algorithm import Advantage, Loss
@@ -70,7 +70,8 @@ class Player:
         self.before = self.logits.detach().clone()
         self.optimizer.zero_grad()
         total = 0
-        for half in (slice(0, n // 2 - 3), slice(n // 2 - 3, n)):
+        cut = 0 if self.baselines.needs_whole_groups else n // 2 - 3
+        for half in (slice(0, cut), slice(cut, n)):
             advantages = self._advantages(rows[half], seen[half])
             now = torch.log_softmax(self.logits, -1)[positions[half], actions[half]]
             lengths = [self.length] * len(advantages)
@@ -113,9 +114,19 @@ class Player:
     def _row(self, index: int, rewards: list[float]) -> Row:
         first = index // GROUP * GROUP
         group = tuple(sorted(rewards[first : first + GROUP]))
-        nothing = np.zeros(0, np.float32)
-        ids = np.zeros(1, np.int64)
-        return Row(str(index), ids, 1, nothing, rewards[index], group, 0, agent=self.name)
+        ids, drawn = np.zeros(2, np.int64), np.zeros(1, np.float32)
+        return Row(
+            str(index),
+            ids,
+            1,
+            drawn,
+            rewards[index],
+            group,
+            0,
+            group=str(first),
+            trajectory=str(index),
+            agent=self.name,
+        )
 
     def probabilities(self) -> torch.Tensor:
         """[length, actions]"""

@@ -87,6 +87,8 @@ def textbook_advantage(row: Row, rows: list[Row], algorithm: AlgorithmSpec) -> f
             return row.reward - (statistics.mean(others) if others else row.reward)
         case "dr_grpo":
             return row.reward - mean
+        case "maxrl":
+            return (row.reward - mean) / mean if mean else 0.0
         case "grpo":
             pool = list(row.group_rewards)
             if not algorithm.scale_by_std:

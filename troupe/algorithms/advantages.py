@@ -7,6 +7,10 @@ dr_grpo: A_i = r_i - mean G(i). Liu et al. 2025 ("Understanding R1-Zero-like"), 
 rloo: A_i = r_i - mean of the others in G(i). Ahmadian et al. 2024 ("Back to basics"), section 3.
 reinforce_plus_plus: A_i = (r_i - mean B) / (std B + epsilon). Hu et al. 2025 (REINFORCE++),
     section 3.
+maxrl: A_i = (r_i - mean G(i)) / mean G(i), or 0 if the mean is 0; rewards of 0 or 1. Tajwar et al.
+    2026 ("Maximum likelihood reinforcement learning"), the estimator with its control variate: with
+    groups of N samples its expectation is sum_{k<N} 1/k grad pass@k, the first terms of the
+    gradient of log p, p the probability of success.
 rae: A_i = r_i - b_k, b_k a moving average of the returns of role k. Liu et al. 2025 (SPIRAL),
     section 3.3.
 
@@ -17,11 +21,13 @@ group is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from troupe.job.algorithm import StepGroupsSpec
 
 # Bounds the advantages of a group whose rewards are nearly equal; the same value as in TRL.
 EPSILON = 1e-4
@@ -62,6 +68,8 @@ class SampleBatch:
     groups: Sequence[str] = ()
     # n names: turns of one trajectory and agent with equal chain follow one another.
     chains: Sequence[str] = ()
+    # Whether each trajectory counts once in a baseline (`baseline_weight`).
+    by_trajectory: bool = False
     # n 64-bit hashes of the prompts' tokens and payloads: equal prompts have equal ones.
     prompts: Sequence[int] = ()
     # n mappings: the columns of each sample that `algorithm.columns` names and the workflow set;
@@ -72,6 +80,10 @@ class SampleBatch:
     # float64 [n]: what each turn earned, its agent's reward with the last turn of a chain. None
     # unless the function has the attribute `whole_group`.
     earned: torch.Tensor | None = None
+    # n observations, equal ones of equal turns: the column that `algorithm.step_groups` names, or
+    # the prompts; and that section.
+    observations: Sequence[Hashable] = ()
+    step_groups: StepGroupsSpec = field(default_factory=StepGroupsSpec)
 
 
 # An advantage: of each sample [n], or of each response token [T], sample after sample.
@@ -192,6 +204,22 @@ def moved_baseline(baseline: float, rewards: Sequence[float], decay: float) -> f
     return kept * baseline + (1.0 - kept) * batch_statistics(rewards)[0]
 
 
+def likelihood_advantages(
+    rewards: Sequence[float], group_rewards: Sequence[Sequence[float]]
+) -> torch.Tensor:
+    """Return the MaxRL advantages A_i = (r_i - mean(G(i))) / mean(G(i)), float64 [n]; zero if the
+    mean is zero.
+
+    Arguments as in `group_advantages`; rewards must not be negative: NaN in a group with a negative
+    one, whose mean is no rate of success.
+    """
+    centred = group_advantages(rewards, group_rewards, scale_by_std=False)
+    mean = _float64(rewards) - centred
+    lowest = _float64([min(group) for group in group_rewards])
+    found = torch.where(mean == 0, torch.zeros_like(mean), centred / mean)
+    return torch.where(lowest < 0, torch.nan, found)
+
+
 def grpo(samples: SampleBatch) -> torch.Tensor:
     """Return the advantage `grpo`."""
     scale = samples.scale_by_std
@@ -226,10 +254,9 @@ def rae(samples: SampleBatch) -> torch.Tensor:
     return role_advantages(samples.rewards.tolist(), samples.baselines.tolist())
 
 
-# `gae` is the critic's (values.py).
-ADVANTAGES: Final[Mapping[str, AdvantageFunction]] = {
-    one.__name__: one for one in (grpo, dr_grpo, rloo, reinforce_plus_plus, rae)
-}
+def maxrl(samples: SampleBatch) -> torch.Tensor:
+    """Return the advantage `maxrl`."""
+    return likelihood_advantages(samples.rewards.tolist(), samples.group_rewards)
 
 
 def _scaled(centred: torch.Tensor, std: torch.Tensor, epsilon: float) -> torch.Tensor:

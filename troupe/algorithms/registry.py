@@ -9,21 +9,36 @@ result of every call is checked.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 import torch
 
-from troupe.algorithms.advantages import ADVANTAGES, AdvantageFunction, SampleBatch
+from troupe.algorithms.advantages import (
+    AdvantageFunction,
+    SampleBatch,
+    dr_grpo,
+    grpo,
+    maxrl,
+    rae,
+    reinforce_plus_plus,
+    rloo,
+)
 from troupe.algorithms.corrections import CORRECTIONS, CorrectionFunction, sequence_masked
 from troupe.algorithms.objectives import LOSSES, LossFunction, Tokens, gspo
+from troupe.algorithms.step_groups import gigpo, hgpo
 from troupe.functions.shipped import opened, using
 from troupe.job import JobSpec
 from troupe.outcomes import described
 from troupe.user_code import call_contained
 from troupe.workflow.errors import EntrypointError
 from troupe.workflow.loading import load_attribute
+
+# `gae` is the critic's (values.py).
+ADVANTAGES: Final[Mapping[str, AdvantageFunction]] = {
+    one.__name__: one for one in (grpo, dr_grpo, rloo, maxrl, reinforce_plus_plus, rae, gigpo, hgpo)
+}
 
 Field = Literal["loss", "correction", "advantage"]
 _ARGUMENT: Final = {"loss": "tokens", "correction": "tokens", "advantage": "samples"}
@@ -204,6 +219,7 @@ def _samples() -> SampleBatch:
         chains=["", "", ""],
         prompts=[11, 11, 12],
         columns=[{}, {}, {}],
+        observations=[11, 11, 12],
         own_entries=rewards,
         earned=rewards,
     )

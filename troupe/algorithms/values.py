@@ -25,6 +25,25 @@ from dataclasses import dataclass
 import torch
 
 
+def chains(
+    trajectories: Sequence[str],
+    agents: Sequence[str],
+    names: Sequence[str],
+    turns: Sequence[int],
+    lengths: Sequence[int],
+) -> list[list[int]]:
+    """Return the positions of the samples of each chain, in the order of turns.
+
+    All arguments are [n]: the ids of trajectories and agents, the names of chains, the positions of
+    turns, the numbers of response tokens. Samples without a response are left out.
+    """
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for i in sorted(range(len(turns)), key=turns.__getitem__):
+        if lengths[i]:
+            found.setdefault((trajectories[i], agents[i], names[i]), []).append(i)
+    return list(found.values())
+
+
 def gae(
     rewards: torch.Tensor,
     values: torch.Tensor,

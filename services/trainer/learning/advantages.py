@@ -9,11 +9,13 @@ moving average of each agent's rewards, which is training state. `gae` comes fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from services.trainer.learning.samples import (
     Row,
@@ -21,6 +23,7 @@ from services.trainer.learning.samples import (
     by_token,
     chains_of,
     earned_by,
+    malformed,
     response_lengths,
 )
 from troupe.algorithms.advantages import (
@@ -31,6 +34,7 @@ from troupe.algorithms.advantages import (
     rae,
 )
 from troupe.job import AlgorithmSpec
+from troupe.job.algorithm import StepGroupsSpec
 
 # Prefix of the baselines' names in the optimizer state, and of their metrics.
 _PREFIX = "baseline/"
@@ -88,6 +92,9 @@ class AdvantageEstimator:
         step = torch.tensor(pools, dtype=torch.float64).reshape(-1, 2)
         behaviour = [row.behaviour for row in rows] or [np.empty(0, np.float32)]
         group_rewards: list[Sequence[float]] = [row.group_rewards for row in rows]
+        prompts = [row.prompt_digest for row in rows]
+        step_groups = self._algorithm.step_groups or StepGroupsSpec()
+        column = step_groups.observation
         own = None
         if self._by_trajectory:
             groups: Pools = {}
@@ -110,10 +117,13 @@ class AdvantageEstimator:
             trajectories=[row.trajectory for row in rows],
             groups=[row.group for row in rows],
             chains=[row.chain for row in rows],
-            prompts=[row.prompt_digest for row in rows],
+            by_trajectory=self._by_trajectory,
+            prompts=prompts,
             columns=[row.columns for row in rows],
             own_entries=own,
             earned=_earned(rows) if self._of_groups else None,
+            observations=prompts if column is None else [_observed(row, column) for row in rows],
+            step_groups=step_groups,
         )
 
     def _add(self, pools: Pools, rows: Iterable[tuple[str, Row]]) -> None:
@@ -191,6 +201,22 @@ def _earned(rows: Sequence[Row]) -> torch.Tensor:
         for i in chain:
             earned[i] = earned_by(rows[i], last=i == chain[-1])
     return earned
+
+
+def _observed(row: Row, column: str) -> Hashable:
+    """Return the value of a row's column, equal for equal values. Raises FailedPrecondition of kind
+    "malformed_sample"."""
+    if column not in row.columns:
+        raise malformed(
+            row.sample_id,
+            f"it has no column {column}, which algorithm.step_groups.observation names",
+            f"Set reply.columns[{column!r}] for every turn that is trained.",
+        )
+    value = row.columns[column]
+    if isinstance(value, np.ndarray):
+        contents = np.ascontiguousarray(value)
+        return value.dtype.str, value.shape, xxhash.xxh3_128_digest(contents.data)
+    return json.dumps(value, sort_keys=True)
 
 
 def _float64(values: Iterable[float]) -> torch.Tensor:

@@ -20,6 +20,7 @@ import xxhash
 
 from troupe import tensors
 from troupe.algorithms.losses import PreferenceWeights
+from troupe.algorithms.values import chains
 from troupe.contracts import metric_names
 from troupe.contracts.payloads import Payloads, from_protos
 from troupe.experience import samples_digest
@@ -132,12 +133,13 @@ class TrainingBatch:
 def chains_of(rows: Sequence[Row]) -> list[list[int]]:
     """Return the positions of the rows of each chain (one agent's turns of a trajectory that follow
     one another), in the order of turns; rows without a response are left out."""
-    chains: dict[tuple[str, str, str], list[int]] = {}
-    for i in sorted(range(len(rows)), key=lambda i: rows[i].turn):
-        if rows[i].response_length:
-            row = rows[i]
-            chains.setdefault((row.trajectory, row.agent, row.chain), []).append(i)
-    return list(chains.values())
+    return chains(
+        [row.trajectory for row in rows],
+        [row.agent for row in rows],
+        [row.chain for row in rows],
+        [row.turn for row in rows],
+        response_lengths(rows),
+    )
 
 
 def earned_by(row: Row, *, last: bool) -> float:

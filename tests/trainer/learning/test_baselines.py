@@ -20,11 +20,13 @@ from services.trainer.learning.model import load_model
 from services.trainer.learning.samples import Row, parse_rows
 from services.trainer.state.suspension import pack_rows, unpack_rows
 from tests.support.training import make_spec
-from tests.trainer.batches import random_rows
+from tests.trainer.batches import Shape, random_rows
 from tests.trainer.learning.test_supervised import gradient
 from troupe import tensors
-from troupe.algorithms.advantages import ADVANTAGES, SampleBatch
+from troupe.algorithms.advantages import SampleBatch
+from troupe.algorithms.registry import ADVANTAGES
 from troupe.job import AlgorithmSpec
+from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.workflow.token_ids import TokenIds
 
@@ -140,6 +142,68 @@ def test_a_learner_weighs_trajectories_however_its_rows_arrive(tokenizer: Path, 
     for cuts in ([], [4], list(range(1, len(rows)))):
         found = gradient(mine, rows, cuts)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("advantage", ["gigpo", "hgpo"])
+@pytest.mark.parametrize("mode", ["sync", "micro_batch"])
+def test_turns_are_compared_however_rows_arrive(tokenizer: Path, mode: str, advantage: str) -> None:
+    spec = make_spec(
+        tokenizer,
+        algorithm={"advantage": advantage, "step_groups": {"observation": "room"}},
+        pipeline={"steps": 10, "queries_per_step": 2, "micro_batch_samples": 4, "mode": mode},
+    )
+    model = load_model("solver", spec.policies["solver"], 0).double()
+    learner = Learner(model, spec, "solver")
+    rows = [
+        replace(
+            one,
+            trajectory=f"{one.group}-{k // 2}",
+            turn=k % 2,
+            earned=one.reward,
+            columns={"room": k % 2},
+        )
+        for k, one in enumerate(random_rows(model, 1, Shape(members=8)))
+    ]
+    whole = gradient(learner, rows, [])
+    assert float(whole.norm()) > 0
+    for cuts in ([4], list(range(1, len(rows)))):
+        found = gradient(learner, rows, cuts)
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
+    # The same advantages, given by hand.
+    estimator = AdvantageEstimator(spec.algorithm, ADVANTAGES[advantage])
+    expected = estimator.estimate(rows).advantages
+    learner.accumulate(rows)
+    learner.complete()
+    metrics = learner.apply(0).metrics
+    assert metrics["advantage/abs_mean"] == pytest.approx(float(expected.abs().mean()))
+
+
+def test_a_turn_without_its_observation_is_named() -> None:
+    spec = AlgorithmSpec.model_validate(
+        {"advantage": "gigpo", "step_groups": {"observation": "room"}}
+    )
+    assert spec.user_columns == ("room",)
+    estimator = AdvantageEstimator(spec, ADVANTAGES["gigpo"])
+    with pytest.raises(FailedPrecondition, match="no column room") as caught:
+        estimator.estimate([row("one", "t0", 0, 1.0)])
+    assert caught.value.kind == "malformed_sample"
+    # Equal arrays are one observation, whatever their memory layout.
+    board = np.arange(6).reshape(2, 3)
+    rows = [
+        row("one", f"t{t}", 0, float(t), final=float(t), earned=0.0, columns={"room": one})
+        for t, one in enumerate((board, np.asfortranarray(board), board + 1))
+    ]
+    found = AdvantageEstimator(
+        AlgorithmSpec.model_validate(
+            {
+                "advantage": "hgpo",
+                "scale_by_std": False,
+                "step_groups": {"observation": "room", "gamma": 1.0},
+            }
+        ),
+        ADVANTAGES["hgpo"],
+    ).estimate(rows)
+    assert found.advantages.tolist() == [-0.5, 0.5, 0.0]
 
 
 def seen(samples: SampleBatch) -> torch.Tensor:

@@ -29,6 +29,8 @@ from tests.trainer.batches import Shape, full_batch_gradient, random_rows, relat
 from troupe.job import JobSpec
 
 POLICIES = ("solver", "checker")
+# Those whose advantage is a number per sample, of rewards that groups compare.
+_ADVANTAGES = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "rae"]
 # Layer norms in the parameters' own type: with float64, nothing in it is rounded to less.
 GPT = {
     "config": {
@@ -56,7 +58,7 @@ def _allowed(algorithm: dict[str, Any]) -> dict[str, Any]:
 
 algorithms = st.fixed_dictionaries(
     {
-        "advantage": st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"]),
+        "advantage": st.sampled_from(_ADVANTAGES),
         "normalize_per_agent": st.booleans(),
         "loss": st.sampled_from(["ppo_clip", "gspo", "cispo", "dppo_mask"]),
         "normalize": st.sampled_from(["token", "sequence", "constant"]),
@@ -265,7 +267,7 @@ def test_float32_equals_the_full_batch_in_float64(
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "dppo_mask"])
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"])
+@pytest.mark.parametrize("advantage", _ADVANTAGES)
 @settings(relaxed, max_examples=1)
 @given(st.integers(0, 10_000))
 def test_every_advantage_with_every_loss(
@@ -282,7 +284,7 @@ LOSSES = ["ppo_clip", "gspo", "cispo", "dppo_mask"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"])
+@pytest.mark.parametrize("advantage", _ADVANTAGES)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_everything_that_a_job_may_declare_is_the_textbooks(
     tokenizer: Path, advantage: str, loss: str

@@ -55,7 +55,28 @@ class CriticSpec(Section):
     """Optimizer of the critic's weights."""
 
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae", "gae"]
+class StepGroupsSpec(Section):
+    """`gigpo` and `hgpo`: groups of turns of a query that began with the same observation."""
+
+    observation: ColumnName | None = None
+    """Column in which the workflow sets the observation of each turn (`reply.columns["state"] =
+    ...`). Default: the turn's prompt; a prompt that contains the conversation is seldom met
+    twice."""
+    gamma: float = Field(default=0.95, gt=0, le=1)
+    """Discount per turn of the returns that are compared."""
+    weight: Coefficient = 1.0
+    """`gigpo`: weight of the turn's advantage beside the episode's."""
+    history: int = Field(default=2, ge=0, le=64)
+    """`hgpo`: number of earlier observations that the smallest groups have in common."""
+    alpha: float = Field(default=1.0, ge=0, le=16)
+    """`hgpo`: a group with k earlier observations in common has the weight (k + 1)^alpha."""
+
+
+Advantage = Literal[
+    "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "rae", "gigpo", "hgpo", "gae"
+]
+# Computed along an agent's turns of a trajectory, which must be in one group.
+_ALONG_EPISODES: Final = ("gigpo", "hgpo", "gae")
 Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 Correction = Literal["none", "truncated", "masked", "sequence_masked"]
 
@@ -110,14 +131,20 @@ class AlgorithmSpec(Section):
     advantage: AdvantageOrOwn = "grpo"
     """Baseline and scale of a sample's reward. `grpo`: its group's mean, in standard deviations;
     `dr_grpo`: its group's mean (Liu et al. 2025, section 3.2); `rloo`: the mean of its group's
-    other samples (Ahmadian et al. 2024); `reinforce_plus_plus`: the mean of the step's samples, in
+    other samples (Ahmadian et al. 2024); `maxrl`: its group's mean, in means (Tajwar et al. 2026),
+    for rewards of 0 or 1; `reinforce_plus_plus`: the mean of the step's samples, in
     their standard deviations (Hu et al. 2025), not in mode `micro_batch`; `rae`: a moving average
-    of its agent's rewards in earlier steps (SPIRAL, Liu et al. 2025, section 3.3); `gae`: the
-    values of a critic, token by token (PPO; Schulman et al. 2016, equation 16)."""
+    of its agent's rewards in earlier steps (SPIRAL, Liu et al. 2025, section 3.3); `gigpo`: the
+    mean return of the group, plus that of turns with the same observation (Feng et al. 2025,
+    equation 8); `hgpo`: the mean returns of turns with the same latest observations, 1 to
+    `history` + 1 of them (He et al. 2026); `gae`: the values of a critic, token by token (PPO;
+    Schulman et al. 2016, equation 16)."""
     critic: CriticSpec | None = None
     """`gae`: the value function. Default: one with all defaults."""
+    step_groups: StepGroupsSpec | None = None
+    """`gigpo`, `hgpo`: how turns are compared. Default: all defaults."""
     scale_by_std: bool = True
-    """`grpo`: divide by the group's standard deviation; false is `dr_grpo`."""
+    """`grpo`, `gigpo`, `hgpo`: divide by the group's standard deviation; false is `dr_grpo`."""
     normalize_per_agent: bool = True
     """`reinforce_plus_plus`: mean and deviation per agent, not over all agents of the policy (Dr.
     MAS, Feng et al. 2026). With groups and `rae` baselines are always per agent."""
@@ -203,13 +230,14 @@ class AlgorithmSpec(Section):
     @property
     def user_columns(self) -> tuple[str, ...]:
         """Columns that a workflow sets and the advantage reads."""
-        return self.columns
+        observation = None if self.step_groups is None else self.step_groups.observation
+        return self.columns if observation is None else (*self.columns, observation)
 
     @property
     def grouped_by_workflow(self) -> bool:
         """Whether `reply.group` overrides `group_by`; not where advantages are computed along the
         turns of an agent, which one group must contain."""
-        return self.advantage != "gae"
+        return self.advantage not in _ALONG_EPISODES
 
     @property
     def learns_without_advantages(self) -> bool:
@@ -253,9 +281,20 @@ class AlgorithmSpec(Section):
                 f"normalize_per_agent: with advantage `{self.advantage}` a baseline is of one "
                 "agent anyway; remove it, or choose `reinforce_plus_plus`"
             )
-        if self.advantage == "gae" and self.baseline_weight != "sample":
+        if self.advantage in ("gigpo", "hgpo") and self.group_by in ("turn", "branch"):
             raise ValueError(
-                "baseline_weight: advantage `gae` has no baseline of rewards; remove it"
+                f"group_by: advantage `{self.advantage}` compares whole episodes, and "
+                f"`{self.group_by}` would cut an agent's turns apart; choose `agent` or `query`"
+            )
+        if self.step_groups is not None and self.advantage not in ("gigpo", "hgpo"):
+            raise ValueError(
+                f"step_groups: without effect with advantage `{self.advantage}`; remove it, or "
+                "choose `gigpo` or `hgpo`"
+            )
+        if self.advantage in ("gae", "hgpo") and self.baseline_weight != "sample":
+            raise ValueError(
+                f"baseline_weight: advantage `{self.advantage}` has no baseline over trajectories; "
+                "remove it"
             )
         if self.columns and ":" not in self.advantage:
             raise ValueError(
