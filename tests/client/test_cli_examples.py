@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +12,11 @@ import troupe
 from tests.client.conftest import Run
 
 EXAMPLES = Path(troupe.__file__).parents[1] / "examples"
-NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/__init__.py"))
+RECIPES = sorted(f"papers/{path.parent.name}" for path in EXAMPLES.glob("papers/*/recipe.py"))
+NAMES = sorted(
+    [*(one.parent.name for one in EXAMPLES.glob("*/__init__.py") if one.parent.name != "papers")]
+    + RECIPES
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +45,7 @@ def test_a_copy_is_whole(run: Run, name: str) -> None:
         assert run("job", "validate", str(job))[0] == 0
         assert str(job) in out
     assert run("examples", "copy", name)[0] == 2  # changed files are not overwritten
+    assert all((folder / "__init__.py").exists() for folder in copied.parents[:-1])
 
 
 def test_the_copy_of_the_demo_is_code_of_its_own(run: Run) -> None:
@@ -54,3 +60,20 @@ def test_an_unknown_example_is_refused_with_the_known_names(run: Run) -> None:
     assert status == 2
     assert "NAME = reasoning: there is no example of this name; there are " in err
     assert "reasoning_team" in err
+
+
+def test_an_example_that_is_no_recipe_is_not_run_and_recipes_are_named(run: Run) -> None:
+    status, _, err = run("examples", "run", "starter")
+    assert status == 2
+    assert "papers/NAME = starter: is an example, but no recipe" in err
+    assert all(name in err for name in RECIPES)
+
+
+def test_results_of_other_jobs_are_not_added_to(run: Run, tmp_path: Path) -> None:
+    [name, *_] = RECIPES
+    values = {"name": "other", "jobs": "", "parameters": 1, "quick": False, "seeds": []}
+    (tmp_path / "results.json").write_text(json.dumps(values))
+    status, _, err = run("examples", "run", name, "--out", str(tmp_path))
+    assert status == 2
+    assert "has the results of other jobs" in err
+    assert not (tmp_path / "data").exists(), "no cluster was started for it"

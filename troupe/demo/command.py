@@ -1,19 +1,22 @@
 """`troupe demo`, which trains the example team; `troupe examples`, which copies examples to where
-the user stands; and `troupe init`, which makes a project of its own from one of them.
+the user stands and runs recipes; and `troupe init`, which makes a project of its own from one.
 
 A wheel has the repository's folder `examples` at `troupe/examples` (setup.py), as files to copy.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -21,8 +24,13 @@ from rich.console import Console
 import troupe
 from troupe.client.aio import data_directory
 from troupe.client.cli import options
+from troupe.client.cli.failures import Interrupted, Interrupts
+from troupe.client.cli.train import open_session
 from troupe.demo import ending_in_a_line
-from troupe.rpc.errors import AlreadyExists, FailedPrecondition, NotFound
+from troupe.rpc.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+
+if TYPE_CHECKING:
+    from troupe.recipes.recipe import Recipe
 
 _PACKAGE: Final = Path(troupe.__file__).parent
 _DEMO: Final = _PACKAGE / "demo"
@@ -30,6 +38,8 @@ _DEMO: Final = _PACKAGE / "demo"
 _TEAM: Final = "reasoning_team"
 # The example that `troupe init` copies.
 _STARTER: Final = "starter"
+# The folder of recipes, below that of the examples.
+_PAPERS: Final = "papers"
 # What names of jobs do not have.
 _NO_NAME: Final = re.compile(r"[^a-z0-9._-]+")
 _IGNORED: Final = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -80,7 +90,7 @@ def list_examples() -> None:
     """List the examples by name, with what each shows."""
     console = Console(highlight=False, soft_wrap=True)
     for name, folder in _examples().items():
-        console.print(f"{name:<20}{_title(folder)}", markup=False)
+        console.print(f"{name:<24}{_title(folder)}", markup=False)
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -101,14 +111,7 @@ def copy_example(
 ) -> None:
     """Copy an example to ./examples/NAME, where the commands of its README work."""
     known = _examples()
-    if name not in known:
-        raise NotFound(
-            f"there is no example of this name; there are {', '.join(known)}",
-            kind="no_such_example",
-            field="NAME",
-            value=name,
-            remedy="Take one of these names.",
-        )
+    source = _named(name, known)
     target = Path("examples", name)
     if target.exists():
         raise AlreadyExists(
@@ -118,7 +121,7 @@ def copy_example(
             value=name,
             remedy="Remove it, or stand in another directory.",
         )
-    shutil.copytree(known[name], target, ignore=_IGNORED)
+    shutil.copytree(source, target, ignore=_IGNORED)
     if name == _TEAM:
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc", Path(__file__).name)
         shutil.copytree(_DEMO, target, ignore=ignored, dirs_exist_ok=True)
@@ -126,10 +129,100 @@ def copy_example(
             text = path.read_text()
             text = text.replace("troupe.demo", f"examples.{_TEAM}")
             path.write_text(text.replace("troupe/demo", f"examples/{_TEAM}"))
-    Path("examples/__init__.py").touch()
+    for package in target.parents[:-1]:
+        (package / "__init__.py").touch()
     Console().print(f"copied to {target}", highlight=False, soft_wrap=True)
     for path in (*sorted(target.glob("README.md")), *sorted(target.glob("*.yaml"))):
         Console().print(f"  {path}", highlight=False, soft_wrap=True)
+
+
+@examples.command("run")
+@options.with_cluster_options("data_dir", "threads", "start_timeout")
+def run_recipe(
+    settings: options.MakeSettings,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="papers/NAME", help="A recipe in the list.", autocompletion=_complete
+        ),
+    ],
+    seeds: Annotated[
+        int, typer.Option(min=1, max=10, help="Run seeds 0, 1, ...; those in DIR are not repeated.")
+    ] = 5,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Directory of results, picture and page; default: papers/NAME in the data "
+            "directory.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="A smoke run of two steps, no measurement.")] = False,
+) -> None:
+    """Run all arms of a published result, and judge it by the criteria of its page.
+
+    Minutes per seed on two cores. The jobs stay in the cluster of the data directory, where
+    `troupe jobs compare` and the panel compare them.
+    """
+    if not (_named(name, _examples()) / "recipe.py").exists():
+        recipes = [one for one, folder in _examples().items() if (folder / "recipe.py").exists()]
+        raise InvalidArgument(
+            "is an example, but no recipe",
+            field="papers/NAME",
+            value=name,
+            remedy=f"Recipes: {', '.join(recipes)}. `troupe train` runs other examples' jobs.",
+        )
+    made = settings()
+    target = (out or made.data_dir / name).resolve()
+    with tempfile.TemporaryDirectory() as scratch:
+        root = _root_of(name, Path(scratch))
+        sys.path.insert(0, str(root))
+        recipe: Recipe = importlib.import_module(f"examples.{name.replace('/', '.')}.recipe").RECIPE
+        # Here, as it imports torch.
+        from troupe.recipes.page import print_results
+        from troupe.recipes.running import begun, run
+
+        begun(recipe, target, quick=quick)  # before a cluster is started
+
+        async def work() -> int:
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            with Interrupts() as interrupts:
+                try:
+                    async with open_session(
+                        made.resolved(),
+                        address=None,
+                        keep_up=False,
+                        interrupts=interrupts,
+                        say=lambda text: console.print(text, style="dim", markup=False),
+                    ) as session:
+                        running = run(
+                            recipe,
+                            session.client,
+                            range(seeds),
+                            root=root,
+                            out=target,
+                            models=made.data_dir / "models",
+                            quick=quick,
+                            tell=lambda text: console.print(text, markup=False),
+                        )
+                        results = await interrupts.guard(running)
+                except Interrupted:
+                    return interrupts.status
+            print_results(recipe, results, target, Console(highlight=False, soft_wrap=True))
+            return 0
+
+        raise typer.Exit(asyncio.run(work()))
+
+
+def _root_of(name: str, scratch: Path) -> Path:
+    """Return the folder with the package `examples` that has the recipe: where the user stands,
+    else the checkout, else a copy of the wheel's in `scratch`."""
+    for root in (Path.cwd(), _PACKAGE.parent):
+        if (root / "examples" / name / "recipe.py").exists():
+            return root
+    shutil.copytree(_PACKAGE / "examples", scratch / "examples", ignore=_IGNORED)
+    return scratch
 
 
 def init(
@@ -182,7 +275,7 @@ def _files(folder: Path) -> list[Path]:
 def _examples() -> dict[str, Path]:
     """Folders of the examples, by name: those of the wheel, or of the checkout that this is."""
     for root in (_PACKAGE / "examples", _PACKAGE.parent / "examples"):
-        found = {one.name: one for one in sorted(_folders(root))}
+        found = {one.relative_to(root).as_posix(): one for one in sorted(_folders(root))}
         if found:
             return found
     raise FailedPrecondition(
@@ -192,9 +285,27 @@ def _examples() -> dict[str, Path]:
     )
 
 
+def _named(name: str, known: dict[str, Path]) -> Path:
+    """Return the folder of an example. Raises `NotFound` for a name that is not `known`."""
+    if name not in known:
+        raise NotFound(
+            f"there is no example of this name; there are {', '.join(known)}",
+            kind="no_such_example",
+            field="NAME",
+            value=name,
+            remedy="Take one of these names.",
+        )
+    return known[name]
+
+
 def _folders(root: Path) -> Iterator[Path]:
+    """Yield the folders of examples and of recipes."""
     if root.is_dir():
-        yield from (one for one in root.iterdir() if (one / "__init__.py").exists())
+        for one in root.iterdir():
+            if one.name == _PAPERS:
+                yield from _folders(one)
+            elif (one / "__init__.py").exists():
+                yield one
 
 
 def _title(folder: Path) -> str:

@@ -1,0 +1,1 @@
+"""Published results of multi-agent training as recipes: arms, seeds, criteria, pages of results."""
