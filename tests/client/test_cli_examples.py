@@ -14,8 +14,7 @@ from tests.client.conftest import Run
 EXAMPLES = Path(troupe.__file__).parents[1] / "examples"
 RECIPES = sorted(f"papers/{path.parent.name}" for path in EXAMPLES.glob("papers/*/recipe.py"))
 NAMES = sorted(
-    [*(one.parent.name for one in EXAMPLES.glob("*/__init__.py") if one.parent.name != "papers")]
-    + RECIPES
+    {one.parent.name for one in EXAMPLES.glob("*/__init__.py")} - {"papers"} | set(RECIPES)
 )
 
 

@@ -59,6 +59,7 @@ async def run(
     directory for the first models. Raises `JobFailed`, `DeadlineExceeded`, and what `begun` raises.
     """
     results = begun(recipe, out, quick=quick)
+    commit = commit_of(root)  # now: files may change while the jobs run
     for seed in seeds:
         if results is not None and seed in {one.seed for one in results.seeds}:
             tell(f"{recipe.name}: seed {seed} has run already")
@@ -75,7 +76,7 @@ async def run(
             digest = digest_of(recipe, quick=quick)
             results = Results(recipe.name, digest, _parameters(model), quick)
         now = datetime.now(UTC).strftime("%Y-%m-%d")
-        results = results.with_seed(SeedRuns(seed, commit_of(root), now, runs, figures))
+        results = results.with_seed(SeedRuns(seed, commit, now, runs, figures))
         results.write(out / RESULTS)
         write_page(recipe, results, out, template=root / "examples/papers" / recipe.name)
     assert results is not None, "there is a seed"
