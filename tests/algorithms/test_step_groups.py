@@ -14,7 +14,7 @@ import torch
 
 from troupe.algorithms.advantages import SampleBatch, likelihood_advantages
 from troupe.algorithms.registry import ADVANTAGES
-from troupe.job.algorithm import StepGroupsSpec
+from troupe.job.sections.algorithm import StepGroupsSpec
 
 F64 = torch.float64
 # A turn: query, trajectory, observation, reward earned.

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from troupe.job.algorithm import StepGroupsSpec
+from troupe.job.sections.algorithm import StepGroupsSpec
 
 # Bounds the advantages of a group whose rewards are nearly equal; the same value as in TRL.
 EPSILON = 1e-4

@@ -34,7 +34,7 @@ from troupe.algorithms.advantages import (
     rae,
 )
 from troupe.job import AlgorithmSpec
-from troupe.job.algorithm import StepGroupsSpec
+from troupe.job.sections.algorithm import StepGroupsSpec
 
 # Prefix of the baselines' names in the optimizer state, and of their metrics.
 _PREFIX = "baseline/"
