@@ -152,7 +152,7 @@ async def test_a_slow_disk_leaves_its_process_alive_and_alone(cluster: Disturbed
     fault = SlowDisk("redis")
 
     await fault.inject(cluster)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # how long the disk is slow; any time will do
     await fault.heal(cluster)
 
     assert await ping(cluster.cluster.state.redis_url, 5.0) is None

@@ -84,7 +84,7 @@ async def test_a_silent_partition_hangs_and_what_was_held_arrives(
         waiting = asyncio.ensure_future(
             stub.GetJob(orchestrator_pb.GetJobRequest(job_id="held"), timeout=PATIENCE)  # type: ignore[arg-type]
         )
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # the link holds the answer, however long this takes
         assert not waiting.done()
         assert service.calls == 1
         # A new connection hangs as well, until its deadline.
@@ -135,7 +135,7 @@ async def test_a_queue_that_nobody_empties_pushes_back(echo: tuple[Echo, str], l
         passed = link.passed
         big = orchestrator_pb.SubmitJobRequest(spec="x" * (4 << 20))
         sending = [asyncio.ensure_future(stub.SubmitJob(big, timeout=PATIENCE)) for _ in range(4)]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # time to pile up in; nothing passes, however long this takes
         # 16 MiB are on their way, and none of them went through nor piled up in the proxy.
         assert link.passed - passed < 1000  # except for the answer
         assert service.calls == 1

@@ -155,7 +155,7 @@ async def test_a_heartbeat_survives_the_orchestrator_s_absence(
             await until(lambda: beat.reached)
             await server.close()
             await until(lambda: not beat.reached)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # several further beats fail, which is logged once
             back = Listener()
             async with serve(back, settings.model_copy(update={"port": port})):
                 await until(lambda: bool(back.heard))

@@ -49,7 +49,7 @@ async def test_a_blocking_call_and_one_that_computes_are_told_apart() -> None:
     assert looks(telemetry) - late(telemetry, "cpu", 0.3) >= 1
     watch.stop()
     seen = looks(telemetry)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # it has stopped: nobody looks, however long this takes
     assert looks(telemetry) == seen
 
 
@@ -74,6 +74,6 @@ async def test_a_loop_that_computes_is_looked_at_more_often_than_an_idle_one(
     while watch._interval < 3600.0:  # noqa: ASYNC110 - until the look that finds it idle
         await asyncio.sleep(0.01)
     seen = looks(telemetry)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # the next look is an hour away
     assert looks(telemetry) == seen
     watch.stop()

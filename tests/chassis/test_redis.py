@@ -360,7 +360,7 @@ async def test_a_client_that_waits_for_room_goes_on_when_there_is_some(
     with server.client() as plain:
         plain.config_set("maxmemory", 1)
         writing = asyncio.create_task(client.run_script("write", ["key"], ["1"]))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # there is no room, however long this takes
         assert not writing.done()
         plain.config_set("maxmemory", 0)
         await asyncio.wait_for(writing, PATIENCE)

@@ -423,7 +423,7 @@ async def test_calls_survive_a_restart_of_the_server(echo: Echo) -> None:
         channel = connect(server.address, patient)
         assert (await OrchestratorStub(channel).GetJob(get("x"))).job.step == 1
     call = asyncio.ensure_future(OrchestratorStub(channel).GetJob(get("x")))
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # how long the server is away; any time will do
     async with serve(Echo(), settings.model_copy(update={"port": port})):
         assert (await call).job.step == 1
     await channel.close()

@@ -181,7 +181,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(project: Project) -> None:
 def test_ctrl_c_while_the_cluster_starts(project: Project) -> None:
     process = project.start("train", "job.yaml")
     read_until(process, "starting a cluster")
-    time.sleep(0.3)
+    time.sleep(0.3)  # some moment of the start; any will do
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
 

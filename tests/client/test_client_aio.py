@@ -204,7 +204,7 @@ async def test_waiting_ends_with_the_job_or_at_the_deadline(
     assert "is running at step 0 of 3 (rolling out 3 of 8)" in str(caught.value)
 
     waiting = asyncio.create_task(job.result())
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # some moment of the wait; any will do
     fake.jobs[job.id].before["team_success"] = 0.1
     fake.jobs[job.id].after["team_success"] = 0.9
     await fake.move(job.id, S.JOB_STATE_SUCCEEDED)

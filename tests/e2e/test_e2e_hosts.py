@@ -194,7 +194,7 @@ async def test_a_state_is_fetched_from_the_disk_of_a_trainer_that_is_back(
         victim = await published(hosts, handle, version=3)
         other = "trainer-1" if victim == "trainer-0" else "trainer-0"
         hosts.kill(victim)
-        await asyncio.sleep(3)
+        await asyncio.sleep(3)  # how long the worker is away; any time will do
         hosts.restart(victim)
         record = await end(handle, hosts)
         assert record.versions == dict.fromkeys(POLICIES, 8)

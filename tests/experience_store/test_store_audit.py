@@ -91,7 +91,7 @@ async def test_drops_failures_and_skipped_steps_are_accounted_for(stage: Stage) 
     assert (checker.appended, checker.live) == (1, 1)
 
 
-async def test_a_row_that_another_kept_out_is_no_loss(store: Store) -> None:
+async def test_a_row_refused_for_a_duplicate_id_is_not_counted_as_lost(store: Store) -> None:
     stage = await make_stage(store, new_id("job"), queries=("q0", "q0_0"))
     first, second = make_sample("q0", 0, "0_t"), make_sample("q0_0", 0, "t")
     assert first.sample_id == second.sample_id
@@ -266,7 +266,7 @@ SPOILT: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("how", SPOILT)
-async def test_what_was_spoiled_by_hand_is_found(
+async def test_the_audit_finds_rows_that_were_changed_by_hand(
     played: Stage, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.experience_store.store._PAUSE_SECONDS", 0.01)

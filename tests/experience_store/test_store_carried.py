@@ -15,7 +15,7 @@ from troupe.rpc import NotFound, ResourceExhausted, new_id
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
-async def test_a_query_moves_to_a_later_step_with_all_that_it_has(held: Stage) -> None:
+async def test_a_query_moves_to_a_later_step_with_all_its_rows(held: Stage) -> None:
     await end(held, "q0")
     rows = [
         make_sample("q1", turn, "q1-s0-t0", policy=policy, agent=policy, reward=None)
@@ -67,7 +67,7 @@ async def test_a_query_moves_to_a_later_step_with_all_that_it_has(held: Stage) -
     assert (await held.status()).sealed
 
 
-async def test_a_query_may_be_carried_on_and_on_and_dropped(held: Stage) -> None:
+async def test_a_query_may_be_carried_repeatedly_and_dropped(held: Stage) -> None:
     await held.append("q1", "q1-s0-t0")
     for step in (1, 2):
         await held.open(step, queries=[f"q{step + 10}"], held_open=True)

@@ -72,7 +72,7 @@ async def test_stale_samples_make_no_full_micro_batch(stage: Stage) -> None:
     assert len((await stage.claim(samples=2, oldest=4)).samples) == 2
 
 
-async def test_what_ripens_after_the_bound_was_named_is_dropped_too(stage: Stage) -> None:
+async def test_stale_groups_that_ripen_after_the_bound_was_named_are_dropped(stage: Stage) -> None:
     assert (await stage.claim(oldest=4)).outcome == WAIT
     await append_versions(stage, {"q0": (5, 3)})
     assert await stage.counts() == {"dropped": 2}
@@ -99,7 +99,7 @@ async def test_the_bound_only_rises(stage: Stage) -> None:
     assert await reasons_of(stage) == {"stale": 4}
 
 
-async def test_a_group_of_which_a_member_was_given_out_stays_until_it_comes_back(
+async def test_a_stale_group_with_a_claimed_member_stays_until_it_is_released(
     stage: Stage,
 ) -> None:
     await append_versions(stage, {"q0": (3, 3), "q1": (5, 5)})
@@ -218,7 +218,7 @@ async def test_balance_respects_a_bound_of_tokens(store: Store) -> None:
     assert spread(balanced[:-1]) < spread(plain[:-1]) / 2
 
 
-async def test_balance_asked_for_late_holds_from_then_on(store: Store) -> None:
+async def test_balancing_that_is_requested_late_applies_from_then_on(store: Store) -> None:
     stage = await lengths_of_a_mix(store)
     first = await stage.claim(samples=16)
     assert ids_of(first) == [f"q{n:03}_0_q{n:03}-s0-t0" for n in range(16)]

@@ -109,7 +109,7 @@ async def test_a_repeated_claim_returns_the_same_samples(stage: Stage) -> None:
     assert refused(error, "claim_lost")
 
 
-async def test_what_others_hold_is_waited_for(stage: Stage) -> None:
+async def test_a_claim_waits_for_samples_that_others_hold(stage: Stage) -> None:
     await stage.append_all()
     await stage.claim("one", samples=3)
     assert (await stage.claim("two", claim="c2")).outcome == CLAIMED
@@ -125,7 +125,7 @@ async def test_a_waiting_claim_is_woken_by_the_last_trajectory(stage: Stage) -> 
     for early in most:
         await stage.append(*early)
     waiting = asyncio.create_task(stage.claim(wait=PATIENCE))
-    await asyncio.sleep(0.05)
+    await stage.until_waiting()
     assert not waiting.done()
     await stage.append(query, trajectory)
     response = await asyncio.wait_for(waiting, PATIENCE)
@@ -134,7 +134,7 @@ async def test_a_waiting_claim_is_woken_by_the_last_trajectory(stage: Stage) -> 
 
 async def test_a_waiting_claim_is_woken_by_another_replica(stage: Stage, replica: Store) -> None:
     waiting = asyncio.create_task(stage.claim(wait=PATIENCE))
-    await asyncio.sleep(0.05)
+    await stage.until_waiting()
     other = Stage(replica, stage.job, stage.policies, stage.queries, stage.group_size)
     await other.append_all()
     assert len((await asyncio.wait_for(waiting, PATIENCE)).samples) == 4
@@ -144,7 +144,7 @@ async def test_a_waiting_claim_hears_its_own_process_without_pubsub(redis_url: s
     store = Store(Database(redis_url))  # never started: it hears nothing from Redis
     stage = await make_stage(store, new_id("job"))
     waiting = asyncio.create_task(stage.claim(wait=PATIENCE))
-    await asyncio.sleep(0.05)
+    await stage.until_waiting()
     await stage.append_all()
     assert len((await asyncio.wait_for(waiting, PATIENCE)).samples) == 4
     await store.stop()
@@ -171,9 +171,9 @@ async def test_a_wait_ends_by_its_deadline_without_asking_again(stage: Stage) ->
     assert asked["claim"] <= 2, "once, and once more at the deadline"
 
 
-async def test_a_stopping_store_lets_waiters_go(stage: Stage) -> None:
+async def test_a_stopping_store_answers_waiting_claims(stage: Stage) -> None:
     waiting = asyncio.create_task(stage.claim(wait=PATIENCE))
-    await asyncio.sleep(0.05)
+    await stage.until_waiting()
     await stage.store.notices.stop()
     assert (await asyncio.wait_for(waiting, PATIENCE)).outcome == WAIT
 
@@ -181,8 +181,7 @@ async def test_a_stopping_store_lets_waiters_go(stage: Stage) -> None:
 async def test_an_expired_claim_is_lost_and_its_claimant_begins_again(stage: Stage) -> None:
     await stage.append_all()
     await stage.claim("slow", claim="c1", lease=0.01)
-    await asyncio.sleep(0.05)
-    assert await stage.counts() == {"ready": 4}
+    await stage.until({"ready": 4})
     for call in (stage.claim("slow", claim="c1"), stage.claim("slow"), stage.renew("slow")):
         with pytest.raises(FailedPrecondition) as error:
             await call

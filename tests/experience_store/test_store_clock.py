@@ -38,7 +38,7 @@ async def jumping(tmp_path: Path) -> AsyncIterator[tuple[Stage, Callable[[int], 
 
 
 @pytest.mark.parametrize("hours", [1, -1])
-async def test_a_wall_clock_that_jumps_ends_no_lease_of_the_living_and_frees_that_of_the_dead(
+async def test_a_wall_clock_jump_keeps_leases_of_living_claimants_and_frees_those_of_dead_ones(
     jumping: tuple[Stage, Callable[[int], None]], hours: int
 ) -> None:
     stage, set_clock = jumping

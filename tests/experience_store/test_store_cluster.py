@@ -39,7 +39,9 @@ async def stage(cluster: RedisCluster) -> AsyncIterator[Stage]:
     await store.stop()
 
 
-async def test_the_life_of_a_job(stage: Stage, cluster: RedisCluster) -> None:
+async def test_a_job_lives_from_tables_to_commits_on_a_cluster(
+    stage: Stage, cluster: RedisCluster
+) -> None:
     await play(stage, 4)
     report = await audit(stage)
     assert list(report.violations) == []

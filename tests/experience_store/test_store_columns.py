@@ -94,7 +94,7 @@ async def test_columns_of_a_claimed_sample_are_final(stage: Stage) -> None:
     assert error.value.kind == "sample_final"
 
 
-async def test_a_reward_that_cannot_be_had_drops_its_sample(stage: Stage) -> None:
+async def test_a_reward_that_cannot_be_computed_drops_its_sample(stage: Stage) -> None:
     samples = await append_unrewarded(stage)
     for sample in samples[1:3]:
         await stage.fill(sample, reward=1.0)
@@ -129,7 +129,7 @@ async def test_an_unknown_sample_is_named(stage: Stage) -> None:
     assert (error.value.kind, error.value.value) == ("sample_not_found", "q0_0_q0-s0-t0")
 
 
-async def test_a_value_that_is_elsewhere_passes_through_by_its_name(store: Store) -> None:
+async def test_a_value_stored_elsewhere_passes_through_by_reference(store: Store) -> None:
     stage = await make_stage(
         store, new_id("job"), policies=("solver",), queries=("q",), group_size=1, required=["image"]
     )

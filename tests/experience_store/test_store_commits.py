@@ -65,7 +65,7 @@ def digest_of(samples: list[str]) -> int:
     return sum(xxhash.xxh3_64_intdigest(sample.encode()) for sample in samples) % 2**64
 
 
-async def test_a_commit_must_name_what_was_trained_on(stage: Stage) -> None:
+async def test_a_commit_must_name_the_trained_samples(stage: Stage) -> None:
     await stage.append_all()
     first = ids_of(await stage.claim(claim="c1", samples=3))
     rest = ids_of(await stage.claim(claim="c2"))
@@ -78,7 +78,7 @@ async def test_a_commit_must_name_what_was_trained_on(stage: Stage) -> None:
     assert commit.samples_digest == right
 
 
-async def test_somebody_elses_claims_are_refused_whatever_the_digest(stage: Stage) -> None:
+async def test_claims_of_another_claimant_are_refused_whatever_the_digest(stage: Stage) -> None:
     await stage.append_all()
     held = ids_of(await stage.claim("owner", claim="c1"))
     for digest in (None, digest_of(held), 7):
@@ -136,7 +136,7 @@ async def test_the_outcome_must_fit_the_samples(stage: Stage) -> None:
     assert await kind_of(stage.commit(["c1"], outcome=EMPTY, version=0)) == "invalid_argument"
 
 
-async def test_an_applied_step_makes_the_next_version_and_no_other_step_does(store: Store) -> None:
+async def test_only_an_applied_step_makes_the_next_version(store: Store) -> None:
     stage = await make_stage(store, new_id("job"), version=4)
     for step, version in ((0, 5), (1, 6)):
         if step:

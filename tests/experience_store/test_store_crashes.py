@@ -141,7 +141,7 @@ async def test_a_crash_at_any_round_trip_loses_and_doubles_nothing(
         await life.close()
 
 
-async def test_nobody_repeats_the_call_and_the_sweeper_completes_it(redis_url: str) -> None:
+async def test_the_sweeper_completes_a_call_that_nobody_repeats(redis_url: str) -> None:
     # With one server the first table has decided; in a cluster, stage and decide have arrived.
     for moment, clustered in (("almost", False), *((moment, True) for moment in MOMENTS)):
         life = Life(redis_url, 0, moment, clustered=clustered)
@@ -200,7 +200,7 @@ async def test_samples_whose_values_are_gone_are_dropped_once(redis_url: str, mo
     await life.close()
 
 
-async def test_only_who_holds_a_claim_says_that_its_values_are_gone(redis_url: str) -> None:
+async def test_only_the_claim_holder_may_report_missing_values(redis_url: str) -> None:
     life = Life(redis_url, 0, "before")
     stage = life.stage
     await stage.store.tables.create(stage.job, POLICIES, [])

@@ -47,7 +47,7 @@ _rewards = st.floats(allow_nan=False, allow_infinity=False)
     st.lists(st.lists(_rewards, max_size=4), min_size=1, max_size=3),
     st.data(),
 )
-def test_the_bytes_are_those_of_the_message(
+def test_delivered_bytes_equal_the_serialized_message(
     rows: list[tuple[int, float | None, int, bool]], rewards: list[list[float]], data: st.DataObject
 ) -> None:
     made, wanted = [], Response(outcome=Response.OUTCOME_CLAIMED, claim_id="c")
@@ -108,7 +108,7 @@ def test_recent_rows_are_bounded_and_leave_once() -> None:
     assert none.bytes == 0
 
 
-async def test_what_was_appended_here_is_claimed_without_redis(stage: Stage) -> None:
+async def test_rows_appended_in_this_process_are_claimed_without_redis(stage: Stage) -> None:
     await stage.append_all()
     recent = stage.store.recent
     assert recent.bytes > 0

@@ -59,7 +59,7 @@ async def test_the_oldest_pending_sample_is_named_with_its_age(stage: Stage) -> 
     assert table.oldest_pending_sample == "q1_1_q1-s0-t0"
 
 
-async def test_what_it_reads_does_not_grow_with_the_trajectories_that_ended(stage: Stage) -> None:
+async def test_reads_of_a_description_do_not_grow_with_ended_trajectories(stage: Stage) -> None:
     async def read() -> int:
         before = (await stage.store.database.info())["total_net_output_bytes"]
         await described(stage)

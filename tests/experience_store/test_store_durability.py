@@ -48,7 +48,7 @@ async def append_until_killed(stage: Stage, some: asyncio.Event) -> set[str]:
 
 
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
-async def test_a_sigkill_under_load(tmp_path: Path, fsync: str) -> None:
+async def test_acknowledged_writes_survive_a_sigkill_under_load(tmp_path: Path, fsync: str) -> None:
     extra = ("--appendonly", "yes", "--appendfsync", fsync)
     server = RedisServer(tmp_path, extra=extra)
     server.start()

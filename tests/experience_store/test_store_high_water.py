@@ -79,7 +79,7 @@ async def test_the_bytes_of_a_table_are_those_of_its_rows(stage: Stage) -> None:
     assert await held(stage) == dict.fromkeys(stage.policies, 0)
 
 
-async def test_a_job_whose_tables_are_damaged_keeps_no_other_out(stage: Stage) -> None:
+async def test_a_job_with_damaged_tables_does_not_block_others(stage: Stage) -> None:
     store, broken = stage.store, f"broken-{stage.job}"
     await stage.append("q0", "q0-s0-t0")
     await store.database.call("SADD", JOBS, broken)

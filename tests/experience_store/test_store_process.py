@@ -42,7 +42,7 @@ class Process:
         return self._process.wait(PATIENCE)
 
 
-async def test_a_killed_store_goes_on_where_it_was(redis_url: str, tmp_path: Path) -> None:
+async def test_a_killed_store_continues_where_it_was(redis_url: str, tmp_path: Path) -> None:
     process = Process(redis_url, tmp_path)
     await process.start()
     channel = connect(f"127.0.0.1:{process.port}", ClientSettings())

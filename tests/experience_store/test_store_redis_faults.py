@@ -48,7 +48,7 @@ async def own(server: RedisServer) -> AsyncIterator[Stage]:
     await store.stop()
 
 
-async def test_what_was_acknowledged_survives_a_sigkill_of_redis(
+async def test_acknowledged_writes_survive_a_sigkill_of_redis(
     own: Stage, server: RedisServer
 ) -> None:
     *most, last = own.trajectories
@@ -77,14 +77,14 @@ async def test_waiting_claimants_hear_of_writes_after_a_restart(
     server.kill()
     server.start()
     waiting = asyncio.create_task(own.claim(wait=PATIENCE))
-    await asyncio.sleep(0.05)
+    await own.until_waiting()
     await own.append_all()
     assert len((await asyncio.wait_for(waiting, PATIENCE)).samples) == 4
 
 
 async def test_a_lost_subscription_is_made_anew(own: Stage, server: RedisServer) -> None:
     waiting = asyncio.create_task(own.claim(wait=PATIENCE))
-    await asyncio.sleep(0.05)
+    await own.until_waiting()
     with server.client() as client:
         client.client_kill_filter(_type="pubsub")
     await own.append_all()
@@ -122,7 +122,9 @@ async def test_a_full_redis_pushes_back_and_keeps_what_it_has(
     assert len((await own.claim()).samples) == 4
 
 
-async def test_a_full_redis_lets_those_finish_who_free_it(own: Stage, server: RedisServer) -> None:
+async def test_a_full_redis_accepts_the_calls_that_free_memory(
+    own: Stage, server: RedisServer
+) -> None:
     await own.append_all()
     await own.claim(claim="c1", samples=2)
     with server.client() as client:
@@ -192,7 +194,7 @@ async def test_a_redis_that_hangs_at_the_start_is_waited_for_and_named(
     await store.stop()
 
 
-async def test_another_program_at_the_address_is_no_redis() -> None:
+async def test_another_program_at_the_address_is_not_taken_for_redis() -> None:
     async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await writer.drain()
@@ -209,7 +211,7 @@ async def test_another_program_at_the_address_is_no_redis() -> None:
         await store.stop()
 
 
-def test_a_url_that_is_none_names_the_setting() -> None:
+def test_an_invalid_url_names_the_setting() -> None:
     with pytest.raises(FailedPrecondition) as error:
         Database("http://somewhere")
     assert error.value.field == "redis_url"
@@ -265,7 +267,7 @@ async def test_a_client_that_retries_does_not_notice_a_restart_of_redis(tmp_path
         await client.create()
         redis_server.kill()
         opening = asyncio.ensure_future(client.stub.OpenStep(client.open_request()))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # how long Redis is away; any time will do
         redis_server.start()
         assert not (await asyncio.wait_for(opening, PATIENCE)).existed
         await channel.close(None)

@@ -37,7 +37,7 @@ async def trajectories_claimed(stage: Stage, policy: str) -> list[str]:
     return sorted(claimed.sample.trajectory_id for claimed in response.samples)
 
 
-async def test_the_first_to_complete_are_the_group(spare: Stage) -> None:
+async def test_the_first_trajectories_to_complete_form_the_group(spare: Stage) -> None:
     assert spare.appended is None
     await spare.append("q0", *names("q0", 3))
     assert await spare.counts() == {"pending": 1}
@@ -79,7 +79,7 @@ async def test_spare_trajectories_take_the_place_of_failed_ones(spare: Stage) ->
     assert (await spare.status(queries=True)).queries[0].complete
 
 
-async def test_a_group_of_which_too_many_failed_is_smaller(spare: Stage) -> None:
+async def test_a_group_with_too_many_failures_is_smaller(spare: Stage) -> None:
     for number in (0, 1, 2):
         await spare.fail("q0", *names("q0", number))
     assert await spare.counts() == {}
@@ -122,7 +122,7 @@ async def test_any_race_gives_groups_of_the_same_size(redis_url: str) -> None:
 
 @pytest.mark.parametrize("clustered", [False, True])
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_who_completes_a_group_dies_at_any_moment(
+async def test_a_group_is_completed_whenever_its_last_writer_dies(
     redis_url: str, moment: str, clustered: bool
 ) -> None:
     for fatal in range(1, 8 if clustered else 3):
@@ -161,7 +161,7 @@ async def test_who_completes_a_group_dies_at_any_moment(
         await stage.store.stop()
 
 
-async def test_a_failure_that_a_table_has_not_heard_of_holds_no_group_back(redis_url: str) -> None:
+async def test_a_failure_unknown_to_a_table_does_not_delay_its_group(redis_url: str) -> None:
     """It is decided but not carried out: the group is claimable, the step is not over."""
     database = CrashingDatabase(redis_url, 0, "before", clustered=True)
     stage = await make_stage(Store(database), new_id("job"), queries=("q0",), redundant=2)
@@ -182,7 +182,7 @@ async def test_a_failure_that_a_table_has_not_heard_of_holds_no_group_back(redis
     await stage.store.stop()
 
 
-async def test_steps_differ_in_what_is_redundant(spare: Stage) -> None:
+async def test_steps_may_differ_in_redundant_trajectories(spare: Stage) -> None:
     other = Stage(spare.store, spare.job, spare.policies, spare.queries, 2, redundant=1)
     with pytest.raises(FailedPrecondition, match="redundant") as error:
         await other.open(0)
@@ -195,14 +195,14 @@ async def test_steps_differ_in_what_is_redundant(spare: Stage) -> None:
     assert (error.value.kind, error.value.field) == ("step_differs", "carry_to")
 
 
-def test_no_fewer_than_none_are_redundant() -> None:
+def test_a_negative_number_of_redundant_trajectories_is_refused() -> None:
     request = store_pb.OpenStepRequest(query_ids=["q0"], group_size=2, redundant=-1)
     with pytest.raises(InvalidArgument) as error:
         check_open(request, [])
     assert error.value.field == "redundant"
 
 
-def test_the_audit_tells_a_group_that_is_too_large() -> None:
+def test_the_audit_reports_a_group_that_is_too_large() -> None:
     fields = {"queries": '["q0"]', "versions": "{}", "group_size": "1", "redundant": "2"}
     completed = Ending("COMPLETED", "a", "q0", "")
     spare = Ending("ABORTED", "", "q0", "redundant")

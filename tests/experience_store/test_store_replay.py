@@ -69,7 +69,7 @@ async def test_trained_samples_come_back_in_the_next_step_and_no_further(twice: 
     assert await payloads(twice) == 0
 
 
-async def test_it_makes_no_difference_whether_the_next_step_is_open(twice: Stage) -> None:
+async def test_reused_samples_come_back_whether_or_not_the_next_step_is_open(twice: Stage) -> None:
     await twice.append_all()
     await twice.open(1)
     await twice.append("q0", "q0-s1-t0")
@@ -106,7 +106,7 @@ async def test_groups_stay_whole_and_apart_from_those_of_the_same_query(twice: S
     }
 
 
-async def test_only_what_was_trained_comes_back(twice: Stage) -> None:
+async def test_only_trained_samples_come_back(twice: Stage) -> None:
     for query, trajectory in twice.trajectories:
         rows = [make_sample(query, turn, trajectory, reward=None) for turn in range(2)]
         await twice.append(query, trajectory, rows)
@@ -162,7 +162,7 @@ async def test_a_repeated_commit_gives_back_once(twice: Stage) -> None:
     assert await twice.counts() == {"ready": 4}
 
 
-async def test_what_comes_back_too_old_is_dropped_as_stale(twice: Stage) -> None:
+async def test_reused_samples_that_are_too_old_are_dropped_as_stale(twice: Stage) -> None:
     await twice.append_all()  # begun by version 0
     await twice.open(1, version=0)
     assert (await twice.claim(oldest=1)).outcome == WAIT
@@ -174,7 +174,7 @@ async def test_what_comes_back_too_old_is_dropped_as_stale(twice: Stage) -> None
     await twice.open(2)
 
 
-async def test_expired_leases_return_what_came_back(twice: Stage) -> None:
+async def test_expired_leases_return_reused_samples(twice: Stage) -> None:
     await twice.append_all()
     first = await train(twice, 1)
     await twice.open(1)
@@ -211,7 +211,7 @@ async def test_every_sample_is_used_as_often_as_allowed(store: Store, uses: int)
     assert await payloads(stage) == 0
 
 
-async def test_dropped_tables_free_what_waits_for_the_next_step(twice: Stage) -> None:
+async def test_dropped_tables_free_samples_that_wait_for_the_next_step(twice: Stage) -> None:
     await twice.append_all()
     await train(twice, 1)
     assert await payloads(twice) == 4

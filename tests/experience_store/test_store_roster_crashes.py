@@ -144,7 +144,7 @@ async def test_a_crash_at_any_moment_while_rosters_change(redis_url: str, cluste
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_nobody_repeats_an_amendment_and_the_next_who_comes_completes_it(
+async def test_an_amendment_that_nobody_repeats_is_completed_by_the_next_caller(
     redis_url: str, moment: str
 ) -> None:
     for fatal in (1, 2, 3):
@@ -236,7 +236,7 @@ async def test_rows_that_are_staged_move_with_their_query(redis_url: str) -> Non
     await trains_both(life)
 
 
-async def test_tables_learn_of_the_roster_before_of_what_moved(redis_url: str) -> None:
+async def test_tables_learn_of_the_roster_before_moved_rows(redis_url: str) -> None:
     life = await lagging(redis_url)
     # Decided; no table has heard of it. Then somebody repeats the ending, in the new step.
     life.database.die(1, "after")
@@ -251,7 +251,7 @@ async def test_tables_learn_of_the_roster_before_of_what_moved(redis_url: str) -
 
 @pytest.mark.parametrize("clustered", [False, True])
 @pytest.mark.parametrize("fatal", range(1, 9))
-async def test_who_repeats_an_ending_that_moved_dies_too(
+async def test_a_moved_ending_survives_the_death_of_its_repeating_writer(
     redis_url: str, fatal: int, clustered: bool
 ) -> None:
     life = await lagging(redis_url)
@@ -266,7 +266,7 @@ async def test_who_repeats_an_ending_that_moved_dies_too(
     await trains_both(life)
 
 
-async def test_who_carries_an_ending_out_too_late_finds_its_new_step(redis_url: str) -> None:
+async def test_a_late_ending_finds_the_new_step_of_its_query(redis_url: str) -> None:
     life = await lagging(redis_url)
     stage = life.stage
     ending = (await stage.status()).endings["q1-t0"]
@@ -277,7 +277,7 @@ async def test_who_carries_an_ending_out_too_late_finds_its_new_step(redis_url: 
     await trains_both(life)
 
 
-async def test_rows_that_come_to_a_table_after_their_query_was_dropped(redis_url: str) -> None:
+async def test_rows_that_arrive_after_their_query_was_dropped_are_dropped(redis_url: str) -> None:
     life = await lagging(redis_url)
     stage = life.stage
     await stage.amend(drop=["q1"], reason="surplus")

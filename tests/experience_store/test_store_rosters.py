@@ -17,7 +17,7 @@ EXHAUSTED = Response.OUTCOME_EXHAUSTED
 WAIT = Response.OUTCOME_WAIT
 
 
-async def test_a_step_that_is_held_open_is_not_over(held: Stage) -> None:
+async def test_a_step_that_is_held_open_is_not_exhausted(held: Stage) -> None:
     await end(held, *held.queries)
     status = await held.status()
     assert (status.closed, status.sealed, status.ended, status.complete) == (False, False, 6, 3)
@@ -28,7 +28,7 @@ async def test_a_step_that_is_held_open_is_not_over(held: Stage) -> None:
         await held.commit(["c1"])
     assert error.value.kind == "step_unsealed"
     waiting = asyncio.create_task(held.claim(claim="c2", samples=4, wait=PATIENCE))
-    await asyncio.sleep(0.05)
+    await held.until_waiting()
     assert await held.amend(close=True) == []
     async with asyncio.timeout(PATIENCE):
         assert len((await waiting).samples) == 2
@@ -120,7 +120,7 @@ async def test_amendments_may_be_repeated(held: Stage) -> None:
     assert await held.amend(add=["q5"], drop=["q1"], reason="x", close=True, cursor=2) == []
 
 
-async def test_what_cannot_be_is_refused_and_changes_nothing(held: Stage) -> None:
+async def test_impossible_amendments_are_refused_and_change_nothing(held: Stage) -> None:
     await held.amend(drop=["q2"], reason="surplus")
     before = await held.status(queries=True)
     assert await refused(held.amend(add=["q9"], drop=["zz"], reason="r")) == (
@@ -171,7 +171,7 @@ async def test_names_with_odd_characters_go_through_a_roster(store: Store) -> No
     assert dict((await stage.table()).drop_reasons) == {'"so"\\ é': 4, "all": 4}
 
 
-async def test_the_state_of_each_query(held: Stage) -> None:
+async def test_the_state_of_each_query_is_listed(held: Stage) -> None:
     await end(held, "q0")
     await held.append("q1", "q1-s0-t0")
     rows = [make_sample("q1", 1, "q1-s0-t1", reward=None)]

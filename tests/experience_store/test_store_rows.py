@@ -172,7 +172,7 @@ def test_a_number_where_an_ending_should_be_is_none() -> None:
     assert not WriteBatch.parse(text).endings
 
 
-def test_a_row_that_is_no_message_is_named() -> None:
+def test_a_row_that_is_not_a_message_is_named() -> None:
     request = store_pb.AppendTrajectoryRequest(
         query_id="q", trajectory_id="t", state=common_pb.TRAJECTORY_STATE_COMPLETED
     )

@@ -92,7 +92,7 @@ async def test_a_claim_that_waits_answers_before_the_deadline_of_the_call(client
     await until(answered)
 
 
-async def test_late_columns_watching_and_listing(client: Client) -> None:
+async def test_late_columns_are_filled_watched_and_listed(client: Client) -> None:
     await client.create(required_columns=["ref_logprobs"])
     await client.stub.OpenStep(client.open_request())
     watching = client.stub.WatchTables(store_pb.WatchTablesRequest(job_id=client.job))
@@ -211,7 +211,7 @@ async def test_columns_that_come_before_their_row_are_to_be_sent_again(client: C
     assert filled.state == common_pb.SAMPLE_STATE_PENDING, "its group is not complete"
 
 
-async def test_a_roster_over_grpc(client: Client) -> None:
+async def test_a_roster_is_amended_over_grpc(client: Client) -> None:
     await client.create()
     opened = client.open_request(query_ids=["q0", "q1"], held_open=True, cursor=2)
     await client.stub.OpenStep(opened)
@@ -322,7 +322,7 @@ async def test_more_rewards_than_one_script_fills_come_in_one_call(client: Clien
     assert rewards == {name: float(turn) for turn, name in enumerate(more)}
 
 
-async def test_an_append_is_known_again_by_its_ending_and_not_by_its_rows(client: Client) -> None:
+async def test_a_repeated_append_is_recognised_by_its_ending(client: Client) -> None:
     await client.create()
     await client.stub.OpenStep(client.open_request(group_size=1))
     request = client.append_request("q0", "q0-t0", samples=[make_sample("q0", 0, "q0-t0")])

@@ -88,7 +88,7 @@ def restored(response: Response) -> list[store_pb.Sample]:
     return [item.sample for item in prefixes.restore(response.samples, response.stems)]
 
 
-async def test_a_claim_brings_what_its_samples_begin_with(stage: Stage) -> None:
+async def test_a_claim_brings_the_stems_of_its_samples(stage: Stage) -> None:
     made = cumulative("q0", "q0-s0-t0", 5)
     await stage.append("q0", "q0-s0-t0", made.samples)
     await stage.fail("q0", "q0-s0-t1")
@@ -111,9 +111,7 @@ async def test_a_claim_brings_what_its_samples_begin_with(stage: Stage) -> None:
     assert [one.turn for one in again.stems] == [0, 1], "it may have lost its memory"
 
 
-async def test_a_store_that_was_started_again_reads_them_from_redis(
-    stage: Stage, redis_url: str
-) -> None:
+async def test_a_restarted_store_reads_stems_from_redis(stage: Stage, redis_url: str) -> None:
     made = cumulative("q0", "q0-s0-t0", 4)
     await stage.append("q0", "q0-s0-t0", made.samples)
     await stage.fail("q0", "q0-s0-t1")
@@ -186,7 +184,7 @@ async def test_a_stem_that_names_no_earlier_sample_is_refused() -> None:
         check(made.samples)
 
 
-async def test_claims_are_bounded_by_what_they_may_have_to_bring(
+async def test_claims_are_bounded_with_the_stems_that_they_may_bring(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "CLAIM_BYTES", 32_000)

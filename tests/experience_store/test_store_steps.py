@@ -56,7 +56,7 @@ async def test_the_first_opening_decides_what_a_step_consists_of(stage: Stage) -
     assert (error.value.kind, error.value.field) == ("step_differs", "query_ids")
 
 
-async def test_a_step_that_is_not_open_says_so(stage: Stage) -> None:
+async def test_a_step_that_is_not_open_is_refused_as_such(stage: Stage) -> None:
     assert not (await stage.store.steps.status(stage.job, 5)).open
     with pytest.raises(NotFound):
         await stage.store.steps.status("nobody", 0)
@@ -77,7 +77,7 @@ async def test_committed_steps_are_forgotten_after_a_while(stage: Stage) -> None
     assert all(b":0:" not in key for key in await keys_of(stage.store, stage.job))
 
 
-async def test_a_job_that_cannot_be_swept_keeps_no_other_waiting(stage: Stage) -> None:
+async def test_a_job_that_cannot_be_swept_does_not_delay_others(stage: Stage) -> None:
     database = stage.store.database
     broken = [f"broken-{n}" for n in range(20)]  # whichever comes first
     for job in broken:
@@ -180,7 +180,7 @@ async def test_pages_hold_every_sample_once_in_order(store: Store) -> None:
         await store.samples.page(stage.job, "solver", None, None, 5, "not a token")
 
 
-async def test_bells_are_put_away(store: Store) -> None:
+async def test_subscriptions_are_removed_with_their_last_listener(store: Store) -> None:
     notices: Notices = store.notices
     with notices.listen("job", kinds=frozenset()), notices.listen("job", kinds=frozenset()):
         assert "job" in notices._subscriptions

@@ -110,7 +110,7 @@ async def test_sources_are_kept_apart_and_other_queries_are_none(fresh: Stage) -
     assert (list(one.pools["s"].items), list(two.pools["s"].items)) == ([1], [1])
 
 
-async def test_queries_that_join_leave_and_are_carried_on(store: Store) -> None:
+async def test_queries_that_join_leave_or_are_carried_update_the_pools(store: Store) -> None:
     stage = await make_stage(store, new_id("job"), queries=tuple(asking(0, 0, 1)), held_open=True)
     zero, one = stage.queries
     (two,) = asking(2, 2)
@@ -170,7 +170,7 @@ async def test_a_store_that_dies_counts_once(redis_url: str, when: str) -> None:
     await database.close()
 
 
-async def test_nothing_is_left_of_a_dropped_job(client: Client, redis_url: str) -> None:
+async def test_a_dropped_job_leaves_no_keys(client: Client, redis_url: str) -> None:
     await client.create()
     await client.stub.OpenStep(client.open_request(query_ids=asking(0, *range(0, 1000, 99))))
     request = store_pb.ReadTaskPoolsRequest(

@@ -151,7 +151,7 @@ async def test_an_ending_may_have_no_rows_for_some_policy(stage: Stage) -> None:
     assert (await stage.claim(policy="checker")).samples == []
 
 
-async def test_what_does_not_belong_to_the_step_is_refused_and_leaves_nothing(
+async def test_rows_that_do_not_belong_to_the_step_are_refused_and_leave_nothing(
     stage: Stage,
 ) -> None:
     with pytest.raises(FailedPrecondition) as error:

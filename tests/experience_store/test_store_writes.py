@@ -83,7 +83,7 @@ def _writer(line: Line, retry: RetryPolicy | None = None) -> ExperienceWriter:
     return ExperienceWriter(line, retry)  # type: ignore[arg-type]
 
 
-async def test_what_comes_while_calls_are_in_flight_travels_together() -> None:
+async def test_parts_that_arrive_while_calls_are_in_flight_share_the_next_call() -> None:
     line = Line()
     line.open.clear()
     writer = _writer(line)
@@ -139,7 +139,7 @@ async def test_columns_do_not_wait_for_the_rows_of_others_nor_rows_for_columns()
     assert carried == [(0, 1), (0, 1), (1, 1), (1, 1), (0, 1)]
 
 
-async def test_whoever_leaves_is_not_sent_and_disturbs_nobody() -> None:
+async def test_a_cancelled_part_is_not_sent_and_disturbs_no_other() -> None:
     line = Line()
     line.open.clear()
     writer = _writer(line)
@@ -179,7 +179,7 @@ async def test_a_part_that_is_refused_for_now_comes_again_alone() -> None:
     assert (error.value.kind, error.value.retry_after_ms) == ("store_full", 1)
 
 
-async def test_a_call_that_fails_fails_for_all_whom_it_carried_and_for_nobody_else() -> None:
+async def test_a_failed_call_fails_exactly_the_parts_that_it_carried() -> None:
     failures = [Unavailable("nobody there")]
 
     def answer(request: store_pb.WriteRequest) -> store_pb.WriteResponse:
@@ -199,7 +199,7 @@ async def test_a_call_that_fails_fails_for_all_whom_it_carried_and_for_nobody_el
     assert (await writer.append(ending("t9"), 30)).accepted
 
 
-async def test_nobody_waits_longer_than_he_said() -> None:
+async def test_no_caller_waits_longer_than_its_deadline() -> None:
     line = Line()
     line.open.clear()
     writer = _writer(line)
@@ -211,7 +211,7 @@ async def test_nobody_waits_longer_than_he_said() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 300), max_size=4), max_size=4), st.integers(0, 2**40))
-def test_samples_are_taken_as_they_came(tokens: list[list[int]], step: int) -> None:
+def test_samples_are_stored_as_they_came(tokens: list[list[int]], step: int) -> None:
     endings = [
         store_pb.AppendTrajectoryRequest(
             request_id=f"a{number}",
@@ -234,14 +234,14 @@ def test_samples_are_taken_as_they_came(tokens: list[list[int]], step: int) -> N
     assert list(batch.endings) == endings
 
 
-def test_what_is_no_message_is_refused_where_it_is_parsed() -> None:
+def test_bytes_that_are_not_a_message_are_refused_where_they_are_parsed() -> None:
     data = store_pb.WriteRequest(request_id="w", endings=[ending()]).SerializeToString()
     for cut in range(1, len(data)):
         with contextlib.suppress(DecodeError):
             assert WriteBatch.parse(data[:cut]).request_id == "w"[: cut - 2]
 
 
-async def test_what_is_wrong_with_one_does_not_concern_the_others(client: Client) -> None:
+async def test_a_fault_of_one_part_does_not_affect_the_others(client: Client) -> None:
     await client.create(("checker", "solver"))
     versions = {"checker": 0, "solver": 0}
     await client.stub.OpenStep(client.open_request(versions=versions, query_ids=["q0", "q1"]))
@@ -286,7 +286,7 @@ async def test_what_is_wrong_with_one_does_not_concern_the_others(client: Client
     assert [one.value for one in filled[1:3]] == ["none", "q0_1_q0-t1"]
 
 
-async def test_parts_that_come_again_in_another_call_have_no_second_effect(client: Client) -> None:
+async def test_parts_repeated_in_another_call_have_no_second_effect(client: Client) -> None:
     await client.create()
     await client.stub.OpenStep(client.open_request())
     appends = [client.append_request("q0", f"q0-t{number}") for number in range(2)]

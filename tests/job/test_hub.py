@@ -57,14 +57,16 @@ def test_a_hub_error_names_the_field_at_fault(
     assert remedy in problem.remedy
 
 
-def test_other_faults_are_not_the_hubs(tmp_path: Path) -> None:
+def test_other_faults_are_not_blamed_on_the_hub(tmp_path: Path) -> None:
     away = raised(errors.LocalEntryNotFoundError)
     assert hub_problem(str(tmp_path), None, away, {}) is None
     assert hub_problem("/no/such/place", None, away, {}) is None
     assert hub_problem("a/b", None, raised(ValueError), {}) is None
 
 
-def test_a_host_without_the_hub_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_missing_offline_is_refused_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """transformers' own error of a model that is in no cache, offline."""
     import huggingface_hub.constants
 

@@ -91,7 +91,9 @@ def test_servers_fill_the_machine_by_default_and_other_engines_are_one() -> None
         ({"engine": {}, "trainer": {"context_parallel": 2}}, "policies.a"),
     ],
 )
-def test_other_values_are_refused_by_field(policy: dict[str, Any], field: str) -> None:
+def test_other_values_than_numbers_and_auto_are_refused_by_field(
+    policy: dict[str, Any], field: str
+) -> None:
     with pytest.raises(JobSpecError) as refused:
         job(a=SERVED | policy)
     assert refused.value.problems[0].field.startswith(field)
@@ -125,7 +127,7 @@ def test_given_numbers_stay_and_the_rest_is_filled() -> None:
     assert numbers(wide, trainers(1, engines=8))["a.engine.replicas"] == 4
 
 
-def test_a_gang_has_the_memory_that_it_needs() -> None:
+def test_a_gang_gets_the_memory_that_it_needs() -> None:
     spec = job(a={**SERVED, "path": "Qwen3-4B"}, b={**SERVED, "path": "Qwen3-0.6B", "tokens": 8192})
     found = numbers(spec, trainers(1, 1, 1, 1))
     assert found["a.trainer.gang"] == 2  # one device has too little, although b works longer
@@ -154,7 +156,7 @@ def test_a_gang_is_a_multiple_of_what_divides_passes_and_experts() -> None:
         job(big={"trainer": {"expert_parallel": 2}})
 
 
-def test_every_rank_has_a_sample() -> None:
+def test_a_gang_has_no_more_ranks_than_samples() -> None:
     spec = job({"pipeline.micro_batch_samples": 3}, a=dict(SERVED))
     decision = decide(spec, trainers(*[1] * 8), shapes_of(spec))
     assert decision.values["policies.a.trainer.gang"] == 3
@@ -172,7 +174,7 @@ def test_without_devices_and_in_deterministic_jobs_a_gang_is_one() -> None:
     assert numbers(exact, trainers(1, 1))["a.trainer.gang"] == 1
 
 
-def test_idle_and_missing_devices_are_told_with_a_remedy() -> None:
+def test_idle_and_missing_devices_are_reported_with_a_remedy() -> None:
     half = job(a={"engine": {"kind": "sglang", "replicas": 2}, "trainer": {"gang": 2}})
     notes = decide(half, trainers(1, 1, 1, 1), shapes_of(half)).notes
     assert [note.split(" (")[0] for note in notes] == [
@@ -188,7 +190,7 @@ def test_idle_and_missing_devices_are_told_with_a_remedy() -> None:
     assert decide(plain, trainers(1, 1), shapes_of(plain)).notes == ()
 
 
-def test_minimum_engines_of_balancing_are_there() -> None:
+def test_a_policy_gets_the_minimum_engines_of_balancing() -> None:
     spec = job(
         {"balancing.minimum": {"b": 3}},
         a={**SERVED, "tokens": 4096},

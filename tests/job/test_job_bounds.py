@@ -104,7 +104,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "value", [1 << 63, 10**400, -(10**5000), 1e308, True], ids=["2^63", "e400", "-e5000", "f", "b"]
 )
-def test_a_number_beyond_sense_is_refused_by_name(path: str, value: Any) -> None:
+def test_an_absurd_number_is_refused_by_name(path: str, value: Any) -> None:
     with pytest.raises(JobSpecError) as caught:
         job_of(changed(path, value))
     assert [one.field for one in caught.value.problems] == [path.replace("*", "solver")]
@@ -116,7 +116,7 @@ def test_a_number_beyond_sense_is_refused_by_name(path: str, value: Any) -> None
     st.one_of(st.integers(), st.floats(), st.integers(0, 5000).map(lambda n: 10**n)),
 )
 @settings(max_examples=100, deadline=None)
-def test_whatever_number_is_taken_fits_into_what_carries_it(path: str, value: Any) -> None:
+def test_every_accepted_number_fits_its_wire_type(path: str, value: Any) -> None:
     try:
         spec = job_of(changed(path, value))
     except JobSpecError:
@@ -136,7 +136,7 @@ def test_a_step_of_too_many_trajectories_is_refused() -> None:
             job_of(JOB | {"pipeline": pipeline | more})
 
 
-def test_many_policies_are_compared_in_time_that_is_not_their_square() -> None:
+def test_comparing_many_policies_takes_less_than_quadratic_time() -> None:
     policies = {f"p{n}": {"model": {"path": "/m"}, "engine": {"replicas": 2}} for n in range(256)}
     agents = {f"a{n}": {"policy": f"p{n}"} for n in range(256)}
     began = time.process_time()
@@ -170,7 +170,7 @@ def test_thousands_of_faults_make_a_short_error_in_no_time() -> None:
     assert time.process_time() - began < 10
 
 
-def test_values_of_free_shape_are_bounded_too() -> None:
+def test_values_of_free_shape_are_bounded() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
@@ -232,7 +232,7 @@ def test_every_boolean_takes_the_words_and_every_number_refuses_them() -> None:
                 job_of(apply_assignments(yaml.safe_dump(JOB), [f"{path}={word}"]))
 
 
-def test_words_are_names_where_names_are_meant_and_booleans_in_free_values() -> None:
+def test_yaml_words_are_names_in_name_fields_and_booleans_in_free_values() -> None:
     text = """
 name: on
 workflow: a.b:play

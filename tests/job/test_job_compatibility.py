@@ -17,7 +17,7 @@ def spec(**over: Any) -> JobSpec:
     return parse_job(job_yaml(**{"rewards": {"exact": FUNCTION}, **over}))
 
 
-def test_nothing_differs_from_itself() -> None:
+def test_a_job_does_not_differ_from_itself() -> None:
     assert differences(spec(), spec()) == []
     # A default that is written out changes nothing.
     assert differences(spec(), spec(algorithm__clip_low=0.2)) == []
@@ -38,7 +38,7 @@ def test_nothing_differs_from_itself() -> None:
         ("rewards", {"exact": FUNCTION | {"timeout_seconds": 3}}),
     ],
 )
-def test_these_fields_may_change_when_a_job_is_resumed(path: str, value: object) -> None:
+def test_changeable_fields_may_change_when_a_job_is_resumed(path: str, value: object) -> None:
     changed = spec(**{path: value})
     assert differences(spec(), changed)
     assert incompatible(spec(), changed, steps_done=2) == []
@@ -99,7 +99,7 @@ def test_steps_that_are_done_cannot_be_undone() -> None:
     assert [(one.path, one.old, one.new) for one in found] == [("pipeline.steps", 2, 1)]
 
 
-def test_a_policy_more_is_another_job() -> None:
+def test_an_added_policy_makes_another_job() -> None:
     more = spec(policies=["checker", "solver", "third"])
     paths = {one.path for one in incompatible(spec(), more, steps_done=0)}
     assert paths == {"agents.third", "policies.third"}

@@ -35,7 +35,7 @@ def configuration(**values: Any) -> PretrainedConfig:
         ({**PATH, "dtype": "bfloat16"}, {}, "bfloat16"),
     ],
 )
-def test_the_default_of_dtype_is_the_checkpoints_where_a_gpu_serves(
+def test_dtype_defaults_to_the_checkpoints_where_a_gpu_serves(
     model: dict[str, Any], engine: dict[str, Any], dtype: str
 ) -> None:
     policy = PolicySpec.model_validate({"model": model, "engine": engine})

@@ -44,7 +44,9 @@ def test_yaml_and_the_json_of_services_are_the_same_job() -> None:
     assert parse_job(yaml.safe_dump(JOB, default_flow_style=True)).name == "team"
 
 
-def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_directory_is_expanded_where_the_job_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     model = parse_job(written(policies__solver__model={"path": "~/solver"})).policies["solver"]
     assert model.model.path == "/home/ada/solver"
@@ -104,7 +106,7 @@ def test_a_text_that_is_not_a_job_is_refused_with_the_reason(text: str, message:
     assert message in fault(text)
 
 
-def test_aliases_are_welcome_but_not_without_end() -> None:
+def test_aliases_are_allowed_within_a_bound() -> None:
     agents = {"agents": {"a": (one := {"policy": "solver"}), "b": one}}
     text = yaml.safe_dump(JOB | agents)
     assert "*id001" in text
@@ -116,7 +118,7 @@ def test_aliases_are_welcome_but_not_without_end() -> None:
 
 @pytest.mark.parametrize("field", ["policies", "agents", "tools", "rewards"])
 @pytest.mark.parametrize("entries", [{f"x{n}": {} for n in range(50_000)}, [{}] * 50_000])
-def test_too_many_entries_are_one_fault_and_not_one_each(field: str, entries: Any) -> None:
+def test_too_many_entries_are_reported_as_one_fault(field: str, entries: Any) -> None:
     with pytest.raises(JobSpecError) as caught:
         parse_job(json.dumps(JOB | {field: entries}))
     (told,) = caught.value.problems
@@ -124,7 +126,7 @@ def test_too_many_entries_are_one_fault_and_not_one_each(field: str, entries: An
     assert re.match(r"50000 entries; at most \d+ are possible", told.message)
 
 
-def test_too_many_fields_are_one_fault_and_not_one_each() -> None:
+def test_too_many_fields_are_reported_as_one_fault() -> None:
     many = {f"x{n}": 1 for n in range(50_000)}
     for job, field in ((many, "job"), (JOB | {"pipeline": many}, "pipeline")):
         with pytest.raises(JobSpecError) as caught:
@@ -154,14 +156,14 @@ async def test_texts_are_parsed_one_at_a_time_outside_the_event_loop() -> None:
         assert isinstance(task.exception(), JobSpecError)
 
 
-def test_a_name_given_twice_in_json_is_told_where() -> None:
+def test_a_duplicate_name_in_json_is_reported_with_its_place() -> None:
     text = json.dumps(JOB)
     assert parse_job(text) == parse_job(yaml.safe_dump(JOB))
     twice = text[:-1] + ', "policies": {"solver": {"model": {"path": "/models/other"}}}}'
     assert f"line 1, column {len(text) + 2}: `policies` appears twice" in fault(twice)
 
 
-def test_a_name_given_twice_is_told_where() -> None:
+def test_a_duplicate_name_in_yaml_is_reported_with_its_place() -> None:
     twice = yaml.safe_dump(JOB) + "policies:\n  solver: {model: {path: /models/other}}\n"
     line = yaml.safe_dump(JOB).count("\n") + 1
     told = f"line {line}, column 1: `policies` appears twice"
@@ -182,7 +184,7 @@ def test_a_merged_key_may_be_replaced() -> None:
     assert [a.sampling.temperature for a in parse_job(text).agents.values()] == [0.5, 0.7, 0.9]
 
 
-def test_a_file_is_named_when_it_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     for make, message in (
         (lambda: None, f"{file}: cannot be read: No such file or directory. Check the path."),
@@ -207,7 +209,7 @@ def test_deterministic_jobs_refuse_settings_that_depend_on_time(field: str) -> N
     assert "depends on time" in said
 
 
-def test_a_job_whose_engines_want_their_own_process_is_told_what_replaces_it() -> None:
+def test_the_removed_setting_for_engine_processes_names_its_replacement() -> None:
     said = fault(written(policies__solver__engine={"own_process": True}))
     assert "policies.solver.engine: own_process = true: " in said
     assert "start several rollout workers" in said
@@ -227,7 +229,7 @@ def test_two_policies_cannot_share_a_server() -> None:
     assert parse_job(yaml.safe_dump(spec)).policies["other"].engine.update == "auto"
 
 
-def test_a_gang_is_not_deterministic() -> None:
+def test_a_gang_in_a_deterministic_job_is_refused() -> None:
     spec = yaml.safe_load(written())
     spec["policies"]["solver"]["trainer"] = {"gang": 2}
     spec["algorithm"] = {**spec.get("algorithm", {}), "advantage": "gae"}

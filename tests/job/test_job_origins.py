@@ -44,9 +44,7 @@ def test_an_origin_has_a_short_form(given: Any, expected: dict[str, Any]) -> Non
         ("@3", "policies.solver.init_from.job", "at least 1 character"),
     ],
 )
-def test_an_origin_that_says_nothing_or_too_much_is_refused(
-    given: Any, field: str, message: str
-) -> None:
+def test_an_empty_or_contradictory_origin_is_refused(given: Any, field: str, message: str) -> None:
     with pytest.raises(JobSpecError) as refused:
         job(given)
     [problem] = refused.value.problems

@@ -45,7 +45,7 @@ def variants() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("config", variants(), ids=lambda one: f"{one['model_type']}-{len(one)}")
-def test_parameters_counted_from_a_configuration_are_the_models(config: dict[str, Any]) -> None:
+def test_parameters_counted_from_a_configuration_equal_the_models(config: dict[str, Any]) -> None:
     """Total, embedding, output layer, largest layer and adaptable layers are equal."""
     counted, exact = shape_of_config(config), shape_of_model(skeleton(config))
     assert counted is not None
@@ -67,7 +67,7 @@ def test_every_architecture_has_a_shape(name: str) -> None:
     assert shape.vocabulary == 96
 
 
-def test_a_configuration_is_read_from_where_the_model_is(
+def test_a_configuration_is_read_from_the_models_directory_or_the_hub_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job's own configuration, a directory, the hub's cache; else nothing is known."""
@@ -148,7 +148,7 @@ def test_memory_follows_how_long_sequences_are_cut() -> None:
     assert setup(forward_tokens=8192, context_parallel=1).tokens == 65_536, "dropout is not cut"
 
 
-def test_the_sizing_page_says_what_the_model_computes() -> None:
+def test_the_sizing_page_shows_what_the_memory_model_computes() -> None:
     """docs/sizing.md is what `python -m scripts.sizing` writes, for the models that it names."""
     assert sizing.PAGE.read_text(encoding="utf-8") == sizing.page()
     assert sizing.TRAINING.read_text(encoding="utf-8") == sizing.training_page()
@@ -178,7 +178,7 @@ def test_the_sizing_page_says_what_the_model_computes() -> None:
         ("Qwen3-14B", 4096, 8, 0, True),
     ],
 )
-def test_activations_are_kept_where_the_step_fits_so(
+def test_activations_are_kept_where_the_step_fits_with_them(
     model: str, tokens: int, ranks: int, others: int, checkpointed: bool
 ) -> None:
     """On a device of 80 GB, as its driver reports it; the job's own word stays the last."""
@@ -218,7 +218,7 @@ def test_activations_are_kept_where_the_step_fits_so(
         ("Qwen3-0.6B", 4, 4, 0, "auto", 4),
     ],
 )
-def test_hosts_have_all_weights_where_the_step_fits_so(
+def test_hosts_hold_all_weights_where_the_step_fits_with_them(
     model: str, gang: int, hosts: int, others: int, shard: str, replicas: int
 ) -> None:
     """On devices of 80 GB, whose memory must be known and not shared with engines."""
@@ -245,7 +245,7 @@ def test_hosts_have_all_weights_where_the_step_fits_so(
         assert setup(mode="sync", colocate=True).replicas == 1
 
 
-def test_a_mixture_with_divided_experts_fits_where_it_does_not_with_gathered_ones() -> None:
+def test_a_mixture_fits_with_divided_experts_where_it_does_not_with_gathered_ones() -> None:
     """All weights of Qwen3-30B-A3B on eight devices of 80 GB (docs/training.md)."""
     shape = shape_of_config(model_config("Qwen3-30B-A3B"))
     assert shape is not None

@@ -107,12 +107,12 @@ def test_yaml_of_as_many_nodes_as_are_allowed_is_read(kind: str) -> None:
     assert read_text(MANY[kind](MAX_NODES - 10), "the text")
 
 
-def test_sexagesimal_numbers_are_text() -> None:
+def test_sexagesimal_numbers_are_read_as_text() -> None:
     assert read_text("a: 12:30", "it") == {"a": "12:30"}
     assert read_text("a: " + ":".join(["59"] * 300_000), "it")["a"].startswith("59:59")
 
 
-def test_without_libyaml_the_same_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_is_read_alike_without_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     import builtins
     import importlib
 
@@ -153,7 +153,7 @@ JSON = st.recursive(
 
 @given(JSON)
 @settings(max_examples=40, deadline=None)
-def test_json_is_read_as_json_whichever_way(value: Any) -> None:
+def test_json_is_read_alike_by_every_reader(value: Any) -> None:
     try:
         text = json.dumps({"x": value})
         text.encode()
@@ -165,7 +165,7 @@ def test_json_is_read_as_json_whichever_way(value: Any) -> None:
 
 @given(st.text(st.sampled_from("{}[]:,-?&*!|>'\"%@`#\n\t <0159xbeE._ynof~="), max_size=80))
 @settings(max_examples=500, deadline=None)
-def test_whatever_is_written_is_read_or_refused(text: str) -> None:
+def test_any_text_is_read_or_refused(text: str) -> None:
     for read in (read_text, read_value, read_json_object):
         try:
             read(text, "it")
@@ -173,13 +173,13 @@ def test_whatever_is_written_is_read_or_refused(text: str) -> None:
             assert error.problem  # noqa: PT017
 
 
-def test_a_depth_that_people_write_is_fine() -> None:
+def test_a_usual_depth_is_accepted() -> None:
     deep = MAX_DEPTH - 2
     assert read_text("{a: " * deep + "1" + "}" * deep, "it")
     assert read_text('{"a": ' * deep + "1" + "}" * deep, "it")
 
 
-def test_words_stay_what_was_written() -> None:
+def test_yaml_words_keep_their_spelling() -> None:
     found = read_text("[on, Off, yes, NO, 'on', y, true]", "it")
     assert found == ["on", "Off", "yes", "NO", "on", "y", True]
     assert [type(one) for one in found] == [Word, Word, Word, Word, str, str, bool]

@@ -45,7 +45,7 @@ def engines_of(worker: FakeRollout, job_id: str) -> Counter[str]:
 
 async def test_engines_go_where_turns_wait_and_come_back(cluster: Cluster) -> None:
     job_id, worker = await running(cluster, job())
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # no turn waits, so that no engine moves, however long this takes
     assert worker.moves == []
     worker.script.waiting = {"checker": 30}
     await until(lambda: engines_of(worker, job_id) == {"checker": 3, "solver": 1})
@@ -54,7 +54,7 @@ async def test_engines_go_where_turns_wait_and_come_back(cluster: Cluster) -> No
     # Now it is as good as it gets.
     moves = len(worker.moves)
     assert moves == 4
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # several looks of the balancer; more of them change nothing
     assert len(worker.moves) == moves
     picture = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
     assert {load.policy: load.waiting for load in picture.loads} == {"checker": 2, "solver": 40}
@@ -75,7 +75,7 @@ async def test_nothing_moves_where_it_is_turned_off_or_nobody_has_one_to_spare(
         [worker] = cluster.rollouts
         worker.script.waiting = {"checker": 100}
         job_id, worker = await running(cluster, text)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # several looks of the balancer; more of them change nothing
         assert worker.calls["MoveEngine"] == 0
         await cluster.cancel(job_id)
         await cluster.wait(job_id)
@@ -89,11 +89,9 @@ async def test_a_move_that_fails_is_told_and_not_repeated_at_once(cluster: Clust
     job_id, worker = await running(
         cluster, job(balancing={**EAGER, "cooldown_seconds": 1.0, "minimum": {"solver": 2}})
     )
-    await until(lambda: worker.calls["MoveEngine"] == 1)
-    await asyncio.sleep(0.6)
-    assert worker.calls["MoveEngine"] == 1
     await until(lambda: worker.moves == [("solver", "checker")])
-    assert worker.calls["MoveEngine"] == 3
+    first, second, third = worker.asked_to_move
+    assert min(second - first, third - second) >= 1.0
     await cluster.cancel(job_id)
     await cluster.wait(job_id)
     texts = [text for text in await cluster.notices(job_id) if "did not move" in text]
@@ -125,7 +123,7 @@ async def test_an_orchestrator_that_comes_back_goes_on_from_what_it_finds(
     # The worker has carried the move out; it is at its minimum.
     await until(lambda: worker.moves == [("solver", "checker")])
     await cluster.wait(job_id, [common_pb.JOB_STATE_RUNNING])
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(1.0)  # several looks of the balancer; more of them change nothing
     assert worker.calls["MoveEngine"] == 1
     assert engines_of(worker, job_id) == {"checker": 2, "solver": 2}
     await cluster.cancel(job_id)
@@ -173,7 +171,7 @@ async def test_workers_are_balanced_each_by_itself_and_those_that_leave_not_at_a
     workers = cluster.orchestrator.service._at.shared.workers  # type: ignore[union-attr]
     await until(lambda: len(workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)) == 1)
     first.script.waiting = {"checker": 30}
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # several looks of the balancer; more of them change nothing
     assert first.calls["MoveEngine"] == 0
     await cluster.cancel(job_id)
     await cluster.wait(job_id)

@@ -84,7 +84,7 @@ async def test_an_orchestrator_that_dies_leaves_no_second_run(cluster: Cluster) 
     worker = cluster.rollouts[0]
     job_id = await training(cluster, worker)
     await cluster.stop_orchestrator()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # how long it is away; any time will do
     await cluster.start_orchestrator()
     await finish(cluster, job_id, STEPS)
     assert len(worker.ran) == len(set(worker.ran)) == 4 * STEPS

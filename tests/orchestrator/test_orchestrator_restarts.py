@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from services.orchestrator.state.redis import JobKeys
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import until
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
@@ -153,7 +154,7 @@ async def test_a_job_that_was_up_waits_for_its_workers_as_for_a_step(bare: Clust
     )
     await bare.start_orchestrator()
     await bare.until(job_id, lambda job: job.activity.startswith("waiting for a trainer and"))
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # longer than both deadlines; the job waits however long this takes
     await bare.add_rollout()
     await bare.add_trainer()
     job = await bare.wait(job_id)
@@ -167,6 +168,7 @@ async def test_the_store_may_be_away_in_the_middle_of_a_step(cluster: Cluster, m
     job_id = await cluster.submit(text)
     await cluster.until(job_id, lambda job: "trajectories" in job.activity)
     for _ in range(2):
+        # How long it is away and back; any times will do.
         await cluster.stop_store()
         await asyncio.sleep(1.0)
         await cluster.start_store()
@@ -186,10 +188,9 @@ async def test_jobs_survive_a_restart_of_redis(tmp_path: Path) -> None:
         await cluster.add_trainer()
         rollout.script.seconds = 0.05
         job_id = await cluster.submit(job_yaml(pipeline__steps=4))
-        await cluster.wait(job_id, RUNNING)
-        await asyncio.sleep(0.15)
+        await cluster.until(job_id, lambda job: job.step > 0)
         server.kill()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # how long it is away; any time will do
         server.start()
         job = await cluster.wait(job_id)
         assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
@@ -204,7 +205,12 @@ async def test_a_step_counts_what_ended_before_a_restart(cluster: Cluster) -> No
     worker.script.slow = lambda ticket: 1000 if ticket.trajectory_id.endswith("t1") else 0.0
     job_id = await cluster.submit(job_yaml(pipeline__steps=1))
     await cluster.until(job_id, lambda job: "2 of 4 trajectories" in job.activity)
-    await asyncio.sleep(0.2)  # until those two are kept for looking at
+
+    async def kept() -> bool:
+        request = orchestrator_pb.ListTrajectoriesRequest(job_id=job_id)
+        return len((await cluster.api.ListTrajectories(request)).trajectories) == 2
+
+    await until(kept)
     await cluster.stop_orchestrator()
     worker.script.slow = lambda ticket: 0.0
     await cluster.start_orchestrator()

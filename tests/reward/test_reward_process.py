@@ -65,7 +65,7 @@ def test_no_worker_outlives_the_service(
         assert worker.memory_info().rss < 80 * 2**20
         order = reward_pb.InvokeRequest(invocation_id=new_id(), name="hangs")
         busy = threads.submit(stub.Invoke, order, timeout=PATIENCE)
-        time.sleep(0.2)
+        time.sleep(0.2)  # the call runs by then; one that has not begun fails alike
         process.send_signal(number)
         assert process.wait(PATIENCE) == (0 if number == signal.SIGTERM else -number)
         _, alive = psutil.wait_procs(family, timeout=PATIENCE)

@@ -153,8 +153,8 @@ async def test_a_refused_call_shuts_the_quota_for_all_services(services: list[Se
     shut = time.monotonic()
     first.manager.shut({API: 1}, 0.4)
     first.manager.give_back({API: 1})
-    # The notice is on its way to Redis before the other asks.
-    await asyncio.sleep(0.1)
+    # Redis knows before the other asks.
+    await until(lambda: not first.manager._feeds["api"]._to_shut)
     last.queue = [1]
     last.dispatch()
     assert "takes no calls" in first.manager.why({API: 1})

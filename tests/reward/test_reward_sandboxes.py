@@ -65,6 +65,10 @@ class Trajectory:
         outcome = await self.outcome(name, fields or {}, **arguments)
         return outcome.error or json.loads(outcome.result_json)
 
+    async def until_busy(self) -> None:
+        """Wait until a call runs in a sandbox."""
+        await until(lambda: any(one.turn.locked() for one in self.sandboxes._sandboxes.values()))
+
     def close(self) -> None:
         self.sandboxes.close("job", self.name)
 
@@ -127,8 +131,7 @@ async def test_a_timeout_ends_the_call_and_not_the_sandbox(mine: Trajectory) -> 
 async def test_calls_of_one_sandbox_run_one_after_another(mine: Trajectory) -> None:
     """A process that a call has started cannot meet another call."""
     first = asyncio.create_task(mine.call("looks_twice", path="second", seconds=0.5))
-    while not any(one.turn.locked() for one in mine.sandboxes._sandboxes.values()):  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await mine.until_busy()
     second = asyncio.create_task(mine.call("writes", path="second"))
     other = Trajectory(mine.sandboxes)
     assert await other.call("looks_twice", path="second", seconds=0.0) == [False, False]
@@ -146,7 +149,7 @@ async def test_a_cancelled_call_ends_and_nothing_else(mine: Trajectory) -> None:
         running = asyncio.create_task(place.run(what, call))
         waits = asyncio.create_task(mine.call("reads", path="here"))
         given_up = asyncio.create_task(mine.call("reads", path="here"))
-        await asyncio.sleep(0.1)
+        await mine.until_busy()
         given_up.cancel()
         place.cancel()
         outcome = await running
@@ -180,7 +183,7 @@ async def test_the_supervisor_is_out_of_reach_inside_and_missed_when_it_dies(
     done = await mine.call("attacks_its_supervisor")
     assert done == ["PermissionError"] * 3
     running = asyncio.create_task(mine.call("waits_for", path="never"))
-    await asyncio.sleep(0.1)
+    await mine.until_busy()
     for process in psutil.Process().children(recursive=True):
         # One of before may be ending.
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -59,13 +59,13 @@ async def test_min_workers_are_warm_before_the_first_call() -> None:
     ) as client:
         await client.register("pid", min_workers=1)
         await until_listed(client, lambda listed: listed.functions[0].warm_workers == 1)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # longer than it may idle; a warm one stays, however long
         response = await client.invoke("pid")
         assert response.cold_start_seconds == 0
         # Another function, which says for itself how long its workers stay.
         await client.register("sleeps", idle_seconds=600)
         await client.invoke("sleeps", {"seconds": 0})
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # longer than the service's `idle_seconds`, which do not apply
         assert (await client.invoke("sleeps", {"seconds": 0})).cold_start_seconds == 0
 
 

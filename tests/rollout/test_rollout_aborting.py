@@ -148,6 +148,7 @@ async def test_an_abort_outlives_a_restart_of_the_store(
             ids = ["q0-s0-t0", "q0-s0-t1"]
             assert await abort(house, *ids) == ids
             assert await abort(house, *ids) == ids  # on their way, once
+            # The store is away, so that none ends, however long this takes.
             await asyncio.sleep(0.3)
             assert len(house.service._runner) == 2
             await asyncio.to_thread(store.start)

@@ -40,7 +40,7 @@ async def begun_ahead(house: House, queries: int = 2) -> AsyncIterator[asyncio.T
 
     following = asyncio.create_task(follow())
     await until(lambda: len(plays.RESETS) == 2 * queries)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # time to draw in; none may, however long this takes
     yield following
     following.cancel()
 
@@ -87,12 +87,12 @@ async def test_a_turn_may_be_drawn_with_the_new_weights_and_ends_with_its_step(
 ) -> None:
     async with begun_ahead(house, 1):
         await house.update(house.publish("big", 0))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # time to draw in; none may, however long this takes
         assert drawn(house) == 0, "these are the old ones"
         await house.update(house.publish("big", 1))
         await until(lambda: drawn(house) > 0)
         await house.open_step(1)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # time to end in; none may, however long this takes
         assert not (await house.step()).ended_trajectory_ids
         ended = await house.run(training(1))
     assert [event.state for event in ended.values()] == [COMPLETED] * 2

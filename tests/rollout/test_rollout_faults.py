@@ -78,7 +78,7 @@ async def test_a_reward_service_that_is_killed_costs_time_only(
             # As soon as one has restarted: none may end before the last kill.
             await calls(traces, begun + 1)
             reward.kill()
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # how long the service is away; any time will do
             begun = len(list(traces.iterdir()))
             await asyncio.to_thread(reward.start)
         ended = await running
@@ -191,7 +191,7 @@ async def test_a_store_above_its_high_water_mark_is_waited_for(tmp_path: Path) -
             ended = await house.run(training(step=0), step=0)
             assert {e.state for e in ended.values()} == {COMPLETED}
             running = asyncio.create_task(house.run(training(step=1), step=1))
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(1.5)  # nothing frees rows, so that it waits however long this takes
             assert not running.done()
             assert len(house.service._runner) == 4
             await house.store.DropTables(

@@ -6,7 +6,6 @@ thousands of trajectories, for tenths of a second in which no turn continues.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.rollout.house import PLAYS, House, evaluation, training
+from tests.support.waiting import until
 
 OURS = ("troupe.workflow", "services.rollout")
 TRAJECTORIES = 8
@@ -65,7 +65,7 @@ async def test_a_trajectory_is_freed_when_it_ends(rewarded_house: House, workflo
     await rewarded_house.run(evaluation(1, index=7))  # objects made once per job
     with leftovers() as found:
         endings = await rewarded_house.run(evaluation(TRAJECTORIES))
-        await asyncio.sleep(0.1)  # the call's own ending
+        await until(lambda: not len(rewarded_house.service._runner))
     assert len(endings) == TRAJECTORIES
     assert not found
 
@@ -75,5 +75,5 @@ async def test_so_is_one_that_is_stored(rewarded_house: House) -> None:
     await rewarded_house.open_step(queries=TRAJECTORIES // 2)
     with leftovers() as found:
         await rewarded_house.run(training(queries=TRAJECTORIES // 2))
-        await asyncio.sleep(0.1)
+        await until(lambda: not len(rewarded_house.service._runner))
     assert not found

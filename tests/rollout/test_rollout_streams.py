@@ -69,7 +69,7 @@ async def test_a_second_caller_joins_what_runs_and_keeps_it_alive(house: House) 
     second = asyncio.create_task(house.run(evaluation(3)))
     await until(lambda: len(house.service._runner) == 3)
     first.cancel()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # time to end in; none may, however long this takes
     assert len(house.service._runner) == 3  # the second caller still listens
     plays.go_on()
     ended = await second
@@ -95,7 +95,7 @@ async def test_serial_mode_plays_one_query_at_a_time(house: House) -> None:
     running = asyncio.create_task(house.run(training()))
     [job] = house.service._jobs.all()
     await until(lambda: job.gate._inside == 2)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # time to begin in; no other may, however long this takes
     assert job.gate._inside == 2
     plays.go_on()
     assert {e.state for e in (await running).values()} == {COMPLETED}
@@ -106,7 +106,7 @@ async def test_at_most_so_many_trajectories_run_at_once(house: House) -> None:
     running = asyncio.create_task(house.run(evaluation(5)))
     [job] = house.service._jobs.all()
     await until(lambda: job.gate._inside == 3)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # time to begin in; no other may, however long this takes
     assert job.gate._inside == 3
     plays.go_on()
     assert len(await running) == 5
@@ -130,7 +130,7 @@ async def test_a_store_that_restarts_costs_time_and_nothing_else(
             await until(lambda: len(house.service._runner) == 4)
             store.kill()
             plays.go_on()
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # how long the store is away; any time will do
             await asyncio.to_thread(store.start)
             ended = await running
             assert {e.state for e in ended.values()} == {COMPLETED}

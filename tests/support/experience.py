@@ -109,6 +109,10 @@ class Stage:
 
         await until(so_many)
 
+    async def until_waiting(self) -> None:
+        """Wait until a claim of the job waits for changes."""
+        await until(lambda: self.job in self.store.notices._subscriptions)
+
     async def append(
         self,
         query: str,

@@ -104,6 +104,8 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         self.asleep: dict[str, set[str]] = {}
         self.draining = False
         self.moves: list[tuple[str, str]] = []
+        self.asked_to_move: list[float] = []
+        """When each call of MoveEngine arrived, in seconds of `time.monotonic`."""
         self.calls: Counter[str] = Counter()
         # Of each update: how many workers are said to update the policy at the same time.
         self.updating: list[int] = []
@@ -237,6 +239,7 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         self, request: rollout_pb.MoveEngineRequest, context: Any
     ) -> rollout_pb.MoveEngineResponse:
         self.calls["MoveEngine"] += 1
+        self.asked_to_move.append(time.monotonic())
         self.leaving.add(request.engine_id)
         await asyncio.sleep(self.script.move_seconds)
         self.leaving.discard(request.engine_id)

@@ -272,6 +272,7 @@ class FakeTrainer(FakeWorker, trainer_grpc.TrainerServicer):
     async def SaveCheckpoint(
         self, request: trainer_pb.SaveCheckpointRequest, context: Any
     ) -> trainer_pb.SaveCheckpointResponse:
+        self.calls["SaveCheckpoint"] += 1
         if self.script.disk_full:
             raise ResourceExhausted(
                 "no space left on device",

@@ -30,7 +30,7 @@ async def test_a_renewal_after_its_own_commit_is_not_a_lost_lease(stage: Trainin
     await claims.renew()
 
 
-async def test_the_store_refuses_other_samples_than_it_handed_out(stage: TrainingStage) -> None:
+async def test_the_store_refuses_samples_that_it_did_not_hand_out(stage: TrainingStage) -> None:
     claims = await _claimed(stage)
     weights = common_pb.WeightsRef(job_id=stage.job_id, policy="solver", version=1)
     with pytest.raises(FailedPrecondition) as refused:
@@ -38,7 +38,7 @@ async def test_the_store_refuses_other_samples_than_it_handed_out(stage: Trainin
     assert refused.value.kind == "digest_mismatch"
 
 
-async def test_a_renewal_of_what_was_taken_says_so(stage: TrainingStage) -> None:
+async def test_renewing_a_claim_that_was_taken_over_reports_it(stage: TrainingStage) -> None:
     claims = await _claimed(stage)
     other = StepClaims(stage.store, stage.job_id, "solver", 0, new_id("worker"), PATIENCE)
     await other.supersede()

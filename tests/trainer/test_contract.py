@@ -22,7 +22,7 @@ from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
-async def test_a_commit_names_the_samples_that_it_was_made_of(stage: TrainingStage) -> None:
+async def test_a_commit_names_its_samples(stage: TrainingStage) -> None:
     spec = stage.spec()
     trainer = await stage.trainer()
     await stage.open()
@@ -158,7 +158,7 @@ def _tamper(stage: TrainingStage, version: int, **values: object) -> Path:
     return path
 
 
-async def test_state_of_other_samples_than_the_commit_says_is_refused(
+async def test_state_made_of_other_samples_than_the_commits_is_refused(
     stage: TrainingStage,
 ) -> None:
     spec = stage.spec()
@@ -204,7 +204,7 @@ async def test_state_that_is_ahead_of_the_store_is_refused(stage: TrainingStage)
     assert caught.value.kind == "frontier_mismatch"
 
 
-async def test_samples_that_come_back_are_counted(stage: TrainingStage) -> None:
+async def test_reused_samples_are_counted(stage: TrainingStage) -> None:
     """Replay: what step 0 trained is trained once more in step 1."""
     pipeline = {"mode": "async", "steps": 10, "queries_per_step": 2, "max_uses": 2}
     spec = stage.spec(pipeline=pipeline)
@@ -223,7 +223,7 @@ async def test_samples_that_come_back_are_counted(stage: TrainingStage) -> None:
 
 
 @pytest.mark.slow
-async def test_the_gradient_of_a_disturbed_step_is_the_full_batchs(stage: TrainingStage) -> None:
+async def test_a_disturbed_step_has_the_gradient_of_the_full_batch(stage: TrainingStage) -> None:
     """Two policies on one worker through the real store, samples in bits and pieces, leases that
     run out on the way: what AdamW was given is the mean gradient over all samples."""
     both = ("solver", "checker")

@@ -46,7 +46,7 @@ def undisturbed() -> list[str]:
 
 
 @pytest.mark.parametrize("point", list(dying.POINTS))
-async def test_a_death_leaves_one_version_everywhere(
+async def test_one_version_is_left_everywhere_after_a_death(
     stage: TrainingStage, store_address: str, undisturbed: list[str], point: str
 ) -> None:
     if not undisturbed:

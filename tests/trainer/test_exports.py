@@ -132,7 +132,7 @@ async def engine_says(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_exports_say_what_trainer_and_engine_say(
+async def test_exports_compute_what_trainer_and_engine_compute(
     stage: TrainingStage, tmp_path: Path, kind: str
 ) -> None:
     spec = spec_of(stage, kind)
@@ -161,7 +161,7 @@ async def test_exports_say_what_trainer_and_engine_say(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tied", "untied", "half", "critic", "merged", "half_merged"])
-async def test_sglang_says_what_the_trainer_says(
+async def test_sglang_computes_what_the_trainer_computes(
     stage: TrainingStage, tmp_path: Path, kind: str
 ) -> None:
     spec = spec_of(stage, kind)

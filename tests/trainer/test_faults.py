@@ -56,7 +56,7 @@ async def test_a_full_disk_fails_the_step_and_not_the_policy(
     await trainer.checkpoint(1)
 
 
-async def test_damaged_weights_become_no_checkpoint(stage: TrainingStage) -> None:
+async def test_damaged_weights_are_not_saved_as_a_checkpoint(stage: TrainingStage) -> None:
     """What is read one tensor at a time is verified as it is written."""
     spec = stage.spec()
     trainer = await stage.trainer()
@@ -114,7 +114,7 @@ async def test_a_step_that_never_fills_up_ends(stage: TrainingStage) -> None:
     assert (await trainer.statuses())[0].state == common_pb.BINDING_STATE_IDLE
 
 
-async def test_a_step_that_nobody_watches_is_given_up(stage: TrainingStage) -> None:
+async def test_a_step_without_watchers_is_given_up(stage: TrainingStage) -> None:
     spec = stage.spec()
     trainer = await stage.trainer(trainer_orphan_seconds=0.3)
     await stage.open()
@@ -187,7 +187,9 @@ async def test_a_step_ends_when_its_policy_is_bound_anew(stage: TrainingStage, o
     assert (await trainer.run(0, 0)).num_samples == 8
 
 
-async def test_a_step_of_another_version_asks_for_a_binding(stage: TrainingStage) -> None:
+async def test_a_step_of_another_version_is_refused_until_the_policy_is_bound(
+    stage: TrainingStage,
+) -> None:
     spec = stage.spec()
     trainer = await stage.trainer()
     await stage.open()

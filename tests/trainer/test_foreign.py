@@ -99,7 +99,7 @@ class Trainer(RemoteStates):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_host_that_comes_later_gets_the_first_version_too(tmp_path: Path, first: bool) -> None:
+def test_a_host_that_joins_later_gets_the_first_version(tmp_path: Path, first: bool) -> None:
     """Else a policy could not begin again once those are lost that were there when it was made."""
     hosts = Hosts()
     maker, copy = (Trainer(name, hosts, tmp_path) for name in ("maker", "copy"))

@@ -68,7 +68,7 @@ async def test_a_member_outlives_its_version(stage: TrainingStage) -> None:
     assert not path.exists()
 
 
-async def test_names_lead_nowhere_else(stage: TrainingStage) -> None:
+async def test_names_of_members_lead_to_no_other_directory(stage: TrainingStage) -> None:
     stub = (await stage.trainer()).stub
     for job, policy in (("job", "../../other"), ("..", "solver"), ("a/b", "solver")):
         drop = trainer_pb.DropMemberRequest(job_id=job, policy=policy, files=True)
@@ -79,7 +79,7 @@ async def test_names_lead_nowhere_else(stage: TrainingStage) -> None:
             await stub.PublishMember(publish, timeout=PATIENCE)
 
 
-async def test_a_member_that_was_changed_is_not_published(stage: TrainingStage) -> None:
+async def test_a_member_whose_bytes_changed_is_not_published(stage: TrainingStage) -> None:
     trainer = await stage.trainer()
     await stage.open()
     first = await trainer.bind(stage.spec())

@@ -86,7 +86,7 @@ def peak_alone(values: dict[str, Any], directory: Path) -> dict[str, int]:
     return found
 
 
-def test_a_step_needs_what_the_model_says(tmp_path: Path) -> None:
+def test_a_step_needs_the_predicted_memory(tmp_path: Path) -> None:
     """Total, weights, gradients and moments of one micro-batch and its step."""
     values = ONE_DEVICE["checkpointing"]
     measured, model = peak_alone(values, tmp_path), predicted(values)
@@ -98,7 +98,7 @@ def test_a_step_needs_what_the_model_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ONE_DEVICE) - {"checkpointing"}))
-def test_every_way_to_train_needs_what_the_model_says(name: str, tmp_path: Path) -> None:
+def test_every_way_to_train_needs_the_predicted_memory(name: str, tmp_path: Path) -> None:
     """Adapters, critics, references, exact sums, other types, shapes and mixtures."""
     compare(name, peak_alone(ONE_DEVICE[name], tmp_path), predicted(ONE_DEVICE[name]))
 
@@ -110,7 +110,7 @@ def test_every_way_to_train_needs_what_the_model_says(name: str, tmp_path: Path)
     [(SMOLLM2_135M, 1024, 512), (HALF_BILLION, 512, 256)],
     ids=["SmolLM2-135M", "Qwen2.5-0.5B"],
 )
-def test_a_model_of_real_size_needs_what_the_model_says(
+def test_a_model_of_real_size_needs_the_predicted_memory(
     config: dict[str, Any], tokens: int, length: int, tmp_path: Path
 ) -> None:
     """A step in float32 on a CPU: its fused norms, and the attention of rows of
@@ -143,7 +143,7 @@ def peak_of_rank(values: dict[str, Any], directory: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_rank_of_a_gang_needs_what_the_model_says(dtype: str, tmp_path: Path) -> None:
+def test_a_rank_of_a_gang_needs_the_predicted_memory(dtype: str, tmp_path: Path) -> None:
     """One of two gloo ranks, with FSDP's shards and gathered layers."""
     values = case(dtype=dtype, trainer={"gang": 2}, config={"hidden_size": 128})
     compare(f"gang, {dtype}", peak_of_rank(values, tmp_path), predicted(values))
@@ -151,7 +151,7 @@ def test_a_rank_of_a_gang_needs_what_the_model_says(dtype: str, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_rank_with_some_of_the_experts_needs_no_more_than_the_model_says(
+def test_a_rank_with_some_of_the_experts_needs_at_most_the_predicted_memory(
     checkpointing: bool, tmp_path: Path
 ) -> None:
     """With some room, as the load of experts may be uneven."""
@@ -212,7 +212,7 @@ def test_more_ranks_need_less_and_more_tokens_more(
     assert sum(some.parts.values()) == some.total
 
 
-async def test_a_worker_says_what_the_prediction_of_its_memory_needs(stage: TrainingStage) -> None:
+async def test_a_worker_reports_the_inputs_of_its_memory_prediction(stage: TrainingStage) -> None:
     trainer = await stage.trainer(trainer_forward_tokens=4096, trainer_memory_bytes=8 << 30)
     said = trainer.worker.heartbeat().trainer
     assert (said.device, said.memory_bytes, said.forward_tokens) == ("cpu", 8 << 30, 4096)

@@ -45,7 +45,7 @@ def no_local_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_local_proofs")
-async def test_servers_are_verified_by_what_the_trainer_computed(
+async def test_servers_are_verified_by_the_trainers_results(
     stage: TrainingStage, fake: FakeSglang
 ) -> None:
     """At the start, after a step, and after the worker was lost with what it had published."""

@@ -56,7 +56,7 @@ async def test_columns_by_reference_are_loaded_and_then_deleted(stage: TrainingS
     assert not any(stage.transfer.exists(key) for key in keys)
 
 
-async def test_owners_that_do_not_answer_hold_up_no_computing(
+async def test_owners_that_do_not_answer_do_not_delay_training(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values are deleted beside the compute thread, and the step ends without their owners."""
@@ -147,7 +147,7 @@ async def test_columns_of_dropped_samples_are_deleted_before_the_step_ends(
     assert (commit.num_samples, commit.metrics["train/values_gone"]) == (6, 2)
 
 
-async def test_a_step_of_which_all_values_are_gone_has_no_samples(stage: TrainingStage) -> None:
+async def test_a_step_whose_values_are_all_gone_has_no_samples(stage: TrainingStage) -> None:
     spec = stage.spec(algorithm={"kl_coefficient": 0.1})
     trainer = await stage.trainer()
     await stage.open()

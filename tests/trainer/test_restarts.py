@@ -85,7 +85,9 @@ async def test_a_policy_that_begins_again_learns_as_a_new_one(stage: TrainingSta
     assert 0 in states.versions()
 
 
-async def test_what_cannot_begin_again_says_so(stage: TrainingStage) -> None:
+async def test_a_policy_that_cannot_begin_again_is_refused_with_a_reason(
+    stage: TrainingStage,
+) -> None:
     spec, trainer = population(stage), await stage.trainer()
     await stage.open()
     first = await trainer.bind(spec)

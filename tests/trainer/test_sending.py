@@ -141,7 +141,9 @@ async def test_an_update_that_breaks_half_way_is_loaded_from_host_memory(
         assert served.checksum == third.checksum
 
 
-async def test_a_trainer_that_moved_on_or_is_gone(stage: TrainingStage, fake: FakeSglang) -> None:
+async def test_engines_load_from_host_memory_when_the_trainer_moved_on_or_is_gone(
+    stage: TrainingStage, fake: FakeSglang
+) -> None:
     spec, trainer = stage.spec(), await stage.trainer()
     await trainer.bind(spec)
     async with engine_of(spec, urls=[url(fake)], update="ipc") as served:
@@ -192,7 +194,7 @@ async def test_on_a_cpu_nothing_is_sent_unless_the_job_says_so(
         assert loader.chosen(ref) is None
 
 
-async def test_a_server_of_another_nccl_gets_nothing_by_broadcast(
+async def test_a_server_with_another_nccl_gets_nothing_by_broadcast(
     stage: TrainingStage, fake: FakeSglang, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec, trainer = stage.spec(), await stage.trainer()
@@ -333,7 +335,7 @@ GROUP_FAILURES = ("join", "broadcast", "blocks", "wait")
 
 @pytest.mark.parametrize("fails", GROUP_FAILURES)
 @pytest.mark.usefixtures("small_buckets")
-async def test_an_update_whose_process_group_fails_is_typed_and_takes_another_way(
+async def test_an_update_whose_process_group_fails_raises_a_typed_error_and_takes_another_way(
     stage: TrainingStage, fake: FakeSglang, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = BrokenFormat(fails)

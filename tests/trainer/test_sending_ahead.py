@@ -139,7 +139,7 @@ async def test_servers_load_during_the_publication_and_serve_after_the_commit(
         assert {one.message for one in engines} == {"version 1 is loaded and waits for its commit"}
         assert policy.serving == 0
         turn = asyncio.create_task(ask(engines[0], "early", IDS))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # time to answer in; none may before the commit, however long
         assert not turn.done()
         publishing.goes_on.set()
         ref = await commit
@@ -171,7 +171,7 @@ async def test_a_step_that_is_not_committed_leaves_no_trace_in_the_engines(
         announced, commit = await stepped(stage, trainer, spec)
         assert await policy.load_ahead(announced) == 1
         turn = asyncio.create_task(ask(engine, "early", IDS))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # time to answer in; none may before the commit, however long
         publishing.fails = True
         publishing.goes_on.set()
         with pytest.raises(TroupeError):
@@ -212,7 +212,7 @@ async def test_weights_of_an_earlier_attempt_are_not_taken_for_the_committed_one
         assert {span.version for span in (await ask(engine, "then", IDS)).versions} == {1}
 
 
-async def test_an_engine_that_nobody_tells_of_a_commit_goes_back_by_itself(
+async def test_an_engine_that_hears_of_no_commit_goes_back_by_itself(
     stage: TrainingStage,
     tmp_path: Path,
     publishing: Publishing,

@@ -268,7 +268,7 @@ OWN, PEER = kinds.UPDATE_GROUP_FAILED, kinds.UPDATE_PEER_FAILED
         ((fails, fails, fails), (OWN, OWN, OWN)),
     ],
 )
-def test_those_are_blamed_whose_server_failed_and_one_that_needs_no_group_gets_everything(
+def test_only_failed_servers_are_blamed_and_one_without_a_group_gets_everything(
     round_: sending.SendingRound, behaviour: Sequence[Any], errors: Sequence[str]
 ) -> None:
     servers = [Server(round_, "broadcast", says) for says in behaviour]
@@ -326,7 +326,7 @@ def test_tensors_in_host_memory_are_copied_straight_into_a_bucket_on_the_device(
     assert copies == [(16 * number, 16, float(number)) for number in range(4)]
 
 
-def test_nothing_is_made_for_servers_that_have_left(round_: sending.SendingRound) -> None:
+def test_no_group_is_made_for_servers_that_have_left(round_: sending.SendingRound) -> None:
     servers = [Server(round_, "broadcast", leaves), Server(round_, "ipc", fails)]
     for server in servers:
         server.events = 2

@@ -143,7 +143,7 @@ async def test_samples_that_come_late_are_waited_for(stage: TrainingStage) -> No
     assert events[-1].micro_batches >= 2
 
 
-async def test_an_empty_step_leaves_the_version(stage: TrainingStage) -> None:
+async def test_an_empty_step_keeps_the_version(stage: TrainingStage) -> None:
     spec = stage.spec()
     trainer = await stage.trainer()
     await stage.open()
@@ -189,7 +189,7 @@ def with_logprob(sample: store_pb.Sample, value: float) -> store_pb.Sample:
     return changed
 
 
-async def test_a_client_that_leaves_does_not_stop_the_step(stage: TrainingStage) -> None:
+async def test_a_step_goes_on_when_its_client_leaves(stage: TrainingStage) -> None:
     spec = stage.spec()
     trainer = await stage.trainer()
     await stage.open()

@@ -103,7 +103,9 @@ async def test_a_step_that_moves_to_another_worker_ends_with_the_same_bits(
     assert (await there.run(1, 1)).weights.version == 2
 
 
-async def test_to_and_fro_on_one_worker_reuses_its_memory(stage: TrainingStage) -> None:
+async def test_a_policy_that_leaves_and_returns_to_a_worker_reuses_its_memory(
+    stage: TrainingStage,
+) -> None:
     spec = spec_of(stage)
     trainer = await stage.trainer()
     running = await half_a_step(stage, trainer, spec)
@@ -161,7 +163,7 @@ async def test_a_state_that_was_fetched_ahead_is_not_taken_for_a_later_one(
     assert (await audited(stage)).trained == 16
 
 
-async def test_suspended_again_before_its_step_went_on_nothing_is_lost(
+async def test_a_step_suspended_again_before_it_continued_loses_nothing(
     stage: TrainingStage,
 ) -> None:
     spec = spec_of(stage)
@@ -227,7 +229,7 @@ async def test_a_suspension_waits_for_a_step_that_is_past_its_last_sample(
 
 
 @pytest.mark.slow
-async def test_leases_that_ran_out_in_suspension_cost_a_clean_beginning(
+async def test_a_step_whose_leases_ran_out_in_suspension_begins_again(
     stage: TrainingStage,
 ) -> None:
     spec = spec_of(stage)
@@ -243,7 +245,7 @@ async def test_leases_that_ran_out_in_suspension_cost_a_clean_beginning(
     assert (await audited(stage)).trained == 8
 
 
-async def test_a_step_that_another_has_begun_meanwhile_is_not_counted_twice(
+async def test_a_step_that_another_worker_has_begun_is_not_counted_twice(
     stage: TrainingStage,
 ) -> None:
     spec = spec_of(stage)
@@ -300,7 +302,7 @@ async def test_a_state_that_is_gone_is_an_error_and_the_step_begins_again(
     assert (await audited(stage)).trained == 8
 
 
-async def test_other_bytes_than_were_suspended_are_refused(
+async def test_a_suspended_state_with_other_bytes_is_refused(
     stage: TrainingStage, suspended: Suspended
 ) -> None:
     trainer, spec, state = suspended
@@ -313,7 +315,7 @@ async def test_other_bytes_than_were_suspended_are_refused(
     assert changed.value.kind == "suspended_state_changed"
 
 
-async def test_a_key_of_somebody_else_is_refused(suspended: Suspended) -> None:
+async def test_a_key_of_another_job_is_refused(suspended: Suspended) -> None:
     trainer, spec, state = suspended
     state.key = "other/solver/training@0"
     with pytest.raises(FailedPrecondition) as refused:
@@ -340,7 +342,7 @@ async def test_a_release_forgets_the_suspended_state(
     assert await trainer.statuses() == []
 
 
-async def test_without_room_for_its_state_a_policy_stays_and_its_step_goes_on(
+async def test_a_policy_without_room_for_its_state_stays_and_its_step_continues(
     stage: TrainingStage, small_disk: Path
 ) -> None:
     spec = spec_of(stage)
@@ -358,7 +360,7 @@ async def test_without_room_for_its_state_a_policy_stays_and_its_step_goes_on(
     assert (await audited(stage)).trained == 8
 
 
-async def test_a_policy_that_is_too_large_for_the_device_is_refused_before_it_is_there(
+async def test_a_policy_that_is_too_large_for_the_device_is_refused_before_it_is_loaded(
     stage: TrainingStage,
 ) -> None:
     trainer = await stage.trainer(trainer_memory_bytes=1000)

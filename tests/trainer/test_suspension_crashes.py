@@ -20,7 +20,7 @@ TAKEN = {"after the state was taken", "after the device is filled", "in the step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", list(dying.SUSPENDING))
-async def test_a_death_in_suspension_costs_the_step_a_new_beginning(
+async def test_a_step_begins_again_after_a_death_in_suspension(
     stage: TrainingStage, store_address: str, point: str
 ) -> None:
     spec = spec_of(stage, deterministic=True)

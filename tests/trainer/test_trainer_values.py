@@ -48,7 +48,7 @@ def timed_out(key: str, cause: Exception) -> TransferTimeout:
     return error
 
 
-def test_the_first_value_that_is_gone_is_waited_for_and_no_other() -> None:
+def test_only_the_first_missing_value_is_waited_for() -> None:
     host = Host(
         b=timed_out("b", KeyNotFound("b", "nobody has it")),
         c=KeyNotFound("c", "nobody has it"),
@@ -83,7 +83,7 @@ def test_each_claim_waits_once() -> None:
         Unavailable("nobody says who has it"),
     ],
 )
-def test_a_value_of_a_host_that_is_away_is_not_gone(error: Exception) -> None:
+def test_a_value_of_an_unreachable_host_does_not_count_as_gone(error: Exception) -> None:
     values = Values(Host(b=error).fetch, 30.0)
     with pytest.raises(type(error)):
         values.read(claimed("a", "b"), read)

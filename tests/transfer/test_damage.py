@@ -50,7 +50,7 @@ def here(request: Any, tmp_path: Path, owner: TransferOwner) -> Iterator[Transfe
     near.stop(0)
 
 
-def test_all_bytes_of_a_file_count(tmp_path: Path) -> None:
+def test_a_change_of_any_byte_of_a_file_is_noticed(tmp_path: Path) -> None:
     """Also of what no tensor's checksum covers: metadata and base, padding apart."""
     transfer = Transfer(tmp_path)
     tensors = {"a": torch.arange(20, dtype=torch.uint8), "b": torch.ones(3)}
@@ -113,7 +113,7 @@ def test_a_damaged_owner_refetches_state_from_its_reader(tmp_path: Path) -> None
     second.stop(0)
 
 
-def test_a_copy_that_is_handed_on_damaged_is_had_from_the_owner(tmp_path: Path) -> None:
+def test_a_copy_handed_on_damaged_is_fetched_from_the_owner(tmp_path: Path) -> None:
     """The owner sends later readers to earlier ones; one of those has lost a byte since."""
     there = Transfer(tmp_path / "there")
     first = TransferOwner(there, token=TOKEN, use_ucx=False)

@@ -72,7 +72,7 @@ def nameless() -> int:
     return sum(sizes.values())
 
 
-def test_readers_see_one_publication_or_another(root: Path) -> None:
+def test_readers_never_see_a_mixture_of_publications(root: Path) -> None:
     """Two trainers replace one key, in files that are filled again, while three readers get it."""
     failures: list[BaseException] = []
     Transfer(root).set(KEY, state(0))
@@ -121,7 +121,7 @@ Transfer(pathlib.Path(sys.argv[1])).get(sys.argv[2])
 """
 
 
-def test_a_reader_that_is_killed_lets_go_of_all_it_held(root: Path) -> None:
+def test_a_killed_reader_releases_all_its_leases(root: Path) -> None:
     writer = Transfer(root)
     writer.set(KEY, state(3))
     inode = (root / KEY).stat().st_ino
@@ -136,7 +136,7 @@ def test_a_reader_that_is_killed_lets_go_of_all_it_held(root: Path) -> None:
             )
         )
         other.start()
-        time.sleep(0.1)
+        time.sleep(0.1)  # the other reader waits for the lock, however long this takes
         assert not got
         reader.send_signal(signal.SIGKILL)
         reader.wait(PATIENCE)
@@ -168,7 +168,7 @@ transfer.set(sys.argv[2], state(9))
 """
 
 
-def test_a_writer_that_is_killed_in_a_file_that_it_fills_again(
+def test_a_writer_killed_while_it_refills_a_file_leaves_the_former_state(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer = Transfer(root)
@@ -189,7 +189,7 @@ def test_a_writer_that_is_killed_in_a_file_that_it_fills_again(
     assert transfer.set(KEY, state(2)).num_bytes
 
 
-def test_an_owner_lets_go_of_what_a_killed_reader_was_told_of(
+def test_an_owner_releases_the_states_of_a_killed_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer, kept = Transfer(tmp_path), PinnedStates()
@@ -207,7 +207,7 @@ def test_an_owner_lets_go_of_what_a_killed_reader_was_told_of(
     assert alive() is None
 
 
-def test_an_owner_lets_go_of_what_has_come_whole(
+def test_an_owner_releases_a_state_once_it_has_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not half a minute later, though it is slow to see that its reader has all."""

@@ -33,7 +33,7 @@ def test_metadata_that_is_not_text_is_refused(transfer: Transfer, metadata: Any)
 
 
 @pytest.mark.parametrize("timeout", ["a", NAN, float("inf"), -float("inf"), [1]])
-def test_a_time_that_never_ends_is_refused(transfer: Transfer, timeout: Any) -> None:
+def test_an_infinite_timeout_is_refused(transfer: Transfer, timeout: Any) -> None:
     for call in (
         lambda: transfer.get("k", timeout=timeout),
         lambda: transfer.fetch("k", timeout=timeout),
@@ -43,7 +43,7 @@ def test_a_time_that_never_ends_is_refused(transfer: Transfer, timeout: Any) -> 
         assert caught.value.field == "timeout"
 
 
-def test_other_arguments_of_another_type(transfer: Transfer) -> None:
+def test_arguments_of_the_wrong_type_are_refused_by_name(transfer: Transfer) -> None:
     transfer.set("k", W)
     with pytest.raises(InvalidArgument, match="expected_checksum"):
         transfer.get("k", expected_checksum=5)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_other_arguments_of_another_type(transfer: Transfer) -> None:
 
 
 @pytest.mark.parametrize("given", [5, b"x", [Path("x")]])
-def test_a_root_that_names_no_place(tmp_path: Path, given: Any) -> None:
+def test_a_root_that_names_no_directory_is_refused(tmp_path: Path, given: Any) -> None:
     with pytest.raises(InvalidArgument, match="does not name a directory") as caught:
         Transfer(given)
     assert caught.value.field == "root"
@@ -71,7 +71,7 @@ def test_a_root_that_names_no_place(tmp_path: Path, given: Any) -> None:
 
 
 @pytest.mark.parametrize("peers", [5, None, [5], ["host:1"], "host:1", {"host:1": 1}])
-def test_peers_that_nothing_can_be_fetched_from(tmp_path: Path, peers: Any) -> None:
+def test_invalid_peers_are_refused(tmp_path: Path, peers: Any) -> None:
     with pytest.raises(InvalidArgument, match="not a source to fetch from") as caught:
         Transfer(tmp_path, peers=peers)
     assert caught.value.field == "peers"
@@ -84,7 +84,7 @@ def test_a_root_that_is_not_a_directory_is_refused(tmp_path: Path) -> None:
         Transfer(tmp_path / "file")
 
 
-def test_files_of_others_between_states_are_passed_over(transfer: Transfer) -> None:
+def test_foreign_files_between_states_are_ignored(transfer: Transfer) -> None:
     transfer.set("job/p/weights@1", W)
     for name in ("a b", "weights@2~", "x" * 220, f"weights@{2**70}", "#w#"):
         (transfer.roots[0] / "job" / "p" / name).write_bytes(b"of an editor")
@@ -130,7 +130,7 @@ def test_tensors_without_memory_are_refused(
     assert not transfer.keys()
 
 
-def test_a_function_that_is_transformed_stores_nothing(transfer: Transfer) -> None:
+def test_tensors_inside_torch_func_transforms_are_refused(transfer: Transfer) -> None:
     def store(x: torch.Tensor) -> torch.Tensor:
         transfer.set("k", {"x": x})
         return x

@@ -94,7 +94,7 @@ def test_processes_of_one_host_fetch_once(hosts: list[Host], sent: list[tuple[in
     assert {move.reason for move in moves} <= {"ucx_not_here", "same_host", "root_on_disk"}
 
 
-def test_readers_hand_on(
+def test_readers_hand_chunks_on_to_later_readers(
     hosts: list[Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = hosts[0].transfer.set(KEY, state(64))
@@ -109,9 +109,9 @@ def test_readers_hand_on(
     monkeypatch.setattr(serving.Servicer, "_source", source)
     readers = [host.reach(hosts[0]) for host in hosts[1:]]
     threads = [threading.Thread(target=reader.get, args=[KEY]) for reader in readers]
-    for thread in threads:
+    for number, thread in enumerate(threads, 1):
         thread.start()
-        time.sleep(0.02)
+        block_until(lambda: len(served) >= number)  # noqa: B023 - within this turn
     for thread in threads:
         thread.join(PATIENCE)
     assert {r.manifest(KEY).checksum for r in readers} == {manifest.checksum}
@@ -139,7 +139,7 @@ def test_a_reader_that_dies_is_routed_around(
     monkeypatch.setattr(serving, "_message", message)
     first = threading.Thread(target=lambda: _quietly(inner.get, KEY))
     first.start()
-    time.sleep(0.05)
+    block_until(lambda: count)
     got, _ = outer.get(KEY, timeout=PATIENCE)
     assert checksum_of(got) == manifest.checksum
     first.join(PATIENCE)
@@ -204,7 +204,7 @@ def test_a_deleted_version_stays_for_its_readers(
         hosts[2].reach(hosts[0]).get(KEY)
 
 
-def test_fetching_ahead_and_forgetting(hosts: list[Host]) -> None:
+def test_a_state_fetched_ahead_is_forgotten_on_request(hosts: list[Host]) -> None:
     hosts[0].transfer.set(KEY, state(2))
     here = hosts[1].reach(hosts[0])
     here.set("job/solver/own@1", state())
@@ -268,7 +268,7 @@ def test_an_owner_process_that_is_killed_comes_back_at_its_port(
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_said_by_the_owner_process(tmp_path: Path) -> None:
+def test_an_owner_process_reports_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(Unavailable) as caught:
         OwnerProcess([tmp_path], port=taken.getsockname()[1], settings=SETTINGS)
     assert caught.value.field == "port"

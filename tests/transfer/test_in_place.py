@@ -94,7 +94,7 @@ def test_a_link_does_not_count_as_a_change_of_state(transfer: Transfer, tmp_path
     assert os.path.samestat(mark.stat(), marked), "it was verified again"
 
 
-def test_directories_of_dead_processes_go(transfer: Transfer, tmp_path: Path) -> None:
+def test_directories_of_dead_processes_are_removed(transfer: Transfer, tmp_path: Path) -> None:
     checksum = transfer.set(KEY, tensors()).checksum
     code = (
         "import os, sys; from pathlib import Path; from troupe.transfer import Transfer\n"

@@ -23,7 +23,7 @@ def transfer(tmp_path: Path) -> Transfer:
 
 
 @pytest.mark.parametrize("key", ["a\n", "job/a@1\n", "a" * 201, "a/" * 600 + "b", 3, None])
-def test_keys_that_no_file_can_have(transfer: Transfer, key: Any) -> None:
+def test_keys_that_are_no_file_names_are_refused(transfer: Transfer, key: Any) -> None:
     for call in (lambda: transfer.set(key, W), lambda: transfer.get(key)):
         with pytest.raises(InvalidKey):
             call()
@@ -50,7 +50,7 @@ def test_a_key_below_or_above_another_is_refused(transfer: Transfer) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["/etc/", "../../", "../", "a/../../", ".spare/", "a//"])
-def test_a_prefix_never_leads_outside(transfer: Transfer, prefix: str) -> None:
+def test_a_prefix_never_leads_outside_the_root(transfer: Transfer, prefix: str) -> None:
     transfer.set("a/b", W)
     assert transfer.keys(prefix) == []
 
@@ -83,7 +83,7 @@ def test_tensors_that_are_more_than_their_elements_are_refused(
         transfer.set("k", {"x": make()})
 
 
-def test_views_hold_what_they_show(transfer: Transfer) -> None:
+def test_conjugate_and_negative_views_are_stored_as_their_values(transfer: Transfer) -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     views = {"conjugate": numbers.conj(), "negative": numbers.conj().imag}
     transfer.set("k", views)
@@ -92,7 +92,7 @@ def test_views_hold_what_they_show(transfer: Transfer) -> None:
     assert found["negative"].tolist() == [-2, 4]
 
 
-def test_directories_go_with_their_last_state_and_come_again(transfer: Transfer) -> None:
+def test_directories_are_removed_with_their_last_state_and_made_again(transfer: Transfer) -> None:
     """A publishing trainer, one that frees old versions, and one that looks, all at once."""
     failures: list[BaseException] = []
     done = threading.Event()

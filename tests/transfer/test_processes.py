@@ -50,7 +50,7 @@ def start(code: str, root: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no shared memory here")
-def test_shared_memory_between_processes() -> None:
+def test_a_state_is_read_from_shared_memory_by_another_process() -> None:
     with Scratch("troupe-test-") as root:
         transfer = Transfer(root)
         with start(WRITER, root) as writer:

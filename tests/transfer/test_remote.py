@@ -34,7 +34,7 @@ from troupe.v1 import transfer_pb2 as transfer_pb
 from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 
-def test_a_state_of_another_host(
+def test_a_state_is_fetched_from_another_host(
     there: Transfer, here: Transfer, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = state(mib=26)  # several chunks, the last one short
@@ -54,7 +54,7 @@ def test_a_state_of_another_host(
     assert checksum_of(again.get(KEY)[0]) == manifest.checksum
 
 
-def test_a_state_without_a_byte(there: Transfer, here: Transfer) -> None:
+def test_a_state_without_bytes_is_fetched(there: Transfer, here: Transfer) -> None:
     there.set(KEY, {"empty": torch.empty(0, 3)})
     assert here.get(KEY)[0]["empty"].shape == (0, 3)
     there.set("nothing", {})
@@ -74,14 +74,14 @@ def test_a_reader_without_the_token_is_refused(
     assert not leftovers(Transfer(tmp_path / "here"))
 
 
-def test_a_key_that_nobody_has(here: Transfer) -> None:
+def test_a_key_that_no_peer_has_is_not_found(here: Transfer) -> None:
     with pytest.raises(KeyNotFound, match="neither here nor at"):
         here.get(KEY)
     with pytest.raises(TransferTimeout, match="did not appear within"):
         here.get(KEY, timeout=0.4)
 
 
-def test_a_key_under_a_state_of_this_host(there: Transfer, here: Transfer) -> None:
+def test_a_key_above_or_below_a_local_state_is_refused(there: Transfer, here: Transfer) -> None:
     there.set("job/solver/weights@1", state())
     here.set("job/solver", state())
     with pytest.raises(InvalidKey, match="lies under another state"):
@@ -92,7 +92,9 @@ def test_a_key_under_a_state_of_this_host(there: Transfer, here: Transfer) -> No
         here.get("other")
 
 
-def test_a_key_that_appears_there_while_waited_for(there: Transfer, here: Transfer) -> None:
+def test_a_key_that_appears_at_a_peer_is_fetched_by_a_waiting_reader(
+    there: Transfer, here: Transfer
+) -> None:
     timer = threading.Timer(0.3, there.set, [KEY, state()])
     timer.start()
     assert (
@@ -102,13 +104,17 @@ def test_a_key_that_appears_there_while_waited_for(there: Transfer, here: Transf
     timer.join()
 
 
-def test_an_owner_that_is_not_there(here: Transfer, owner: TransferOwner, tmp_path: Path) -> None:
+def test_an_absent_owner_is_reported_as_unavailable(
+    here: Transfer, owner: TransferOwner, tmp_path: Path
+) -> None:
     owner.stop(0)
     with pytest.raises(Unavailable):
         here.get(KEY)
 
 
-def test_the_next_peer_is_asked(there: Transfer, owner: TransferOwner, tmp_path: Path) -> None:
+def test_the_next_peer_is_asked_when_one_is_away(
+    there: Transfer, owner: TransferOwner, tmp_path: Path
+) -> None:
     there.set(KEY, state())
     empty = TransferOwner(Transfer(tmp_path / "empty"), token=TOKEN, use_ucx=False)
     sources = [Peer(o.address, SETTINGS) for o in (empty, owner)]
@@ -119,9 +125,7 @@ def test_the_next_peer_is_asked(there: Transfer, owner: TransferOwner, tmp_path:
         source.close()
 
 
-def test_a_content_that_was_replaced_there_is_fetched_again(
-    there: Transfer, here: Transfer
-) -> None:
+def test_content_replaced_at_the_peer_is_fetched_again(there: Transfer, here: Transfer) -> None:
     there.set(KEY, state())
     old, _ = here.get(KEY)
     new = there.set(KEY, {"b": torch.ones(3)})
@@ -222,7 +226,7 @@ def test_a_full_disk_at_the_reader_is_reported(
         ({"key": ""}, "key"),
     ],
 )
-def test_requests_that_make_no_sense(
+def test_invalid_requests_are_refused_by_field(
     there: Transfer, owner: TransferOwner, change: dict[str, Any], field: str
 ) -> None:
     manifest = there.set(KEY, state())
@@ -234,13 +238,15 @@ def test_requests_that_make_no_sense(
     assert caught.value.field == field
 
 
-def test_the_port_is_taken(there: Transfer, owner: TransferOwner) -> None:
+def test_a_port_in_use_is_reported(there: Transfer, owner: TransferOwner) -> None:
     with pytest.raises(Unavailable) as caught:
         TransferOwner(there, port=int(owner.address.rpartition(":")[2]), token=TOKEN, use_ucx=False)
     assert caught.value.kind == "port_taken"
 
 
-def test_everybody_may_read_is_a_warning(there: Transfer, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_owner_without_a_token_on_all_interfaces_logs_a_warning(
+    there: Transfer, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger=owner_module.__name__):
         TransferOwner(there, host="0.0.0.0", use_ucx=False).stop(0)
     assert "TROUPE_TOKEN" in caplog.text

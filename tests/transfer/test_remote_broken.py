@@ -32,7 +32,7 @@ def arriving(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return came
 
 
-def test_a_broken_connection_goes_on_where_it_was(
+def test_a_broken_connection_continues_where_it_was(
     there: Transfer, here: Transfer, owner: TransferOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = there.set(KEY, state(mib=26))
@@ -62,7 +62,7 @@ def test_a_broken_connection_goes_on_where_it_was(
     again[0].stop(0)
 
 
-def test_an_owner_that_stays_away_half_way(
+def test_an_owner_that_stays_away_fails_the_read(
     there: Transfer, owner: TransferOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there.set(KEY, state(mib=26))

@@ -65,7 +65,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.usefixtures("way")
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes_move_a_state_over_ucx(tmp_path: Path) -> None:
     with host(tmp_path / "there", 100) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
@@ -78,7 +78,7 @@ def test_two_processes(tmp_path: Path) -> None:
         source.close()
 
 
-def test_nearby_two_lanes_share_a_read_where_the_owner_knows_of_two(
+def test_two_lanes_on_one_host_share_a_read_if_the_owner_supports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
@@ -110,7 +110,7 @@ def test_nearby_two_lanes_share_a_read_where_the_owner_knows_of_two(
         source.close()
 
 
-def test_chunks_come_in_messages_where_who_receives_verifies_and_the_owner_knows_of_them(
+def test_chunks_come_in_messages_if_the_receiver_verifies_and_the_owner_supports_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
@@ -164,7 +164,7 @@ def test_a_lane_that_fails_ends_the_other(tmp_path: Path, monkeypatch: pytest.Mo
         source.close()
 
 
-def test_an_owner_without_ucx(tmp_path: Path) -> None:
+def test_an_owner_without_ucx_serves_over_grpc(tmp_path: Path) -> None:
     with host(tmp_path / "there", 8, ucx=False) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
@@ -174,7 +174,9 @@ def test_an_owner_without_ucx(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_that_changed_on_the_way_over_ucx_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, calls = Verification.upto, []
 
     def spoiled(self: Verification, nbytes: int) -> None:
@@ -194,7 +196,9 @@ def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("way")
-def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_killed_half_way_fails_the_read_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, calls = Verification.upto, []
     with host(tmp_path / "there", 200) as (address, process):
 
@@ -242,12 +246,12 @@ mapped.close()  # refused while anybody has it
 """
 
 
-def test_nearby_a_sender_that_is_killed_takes_nobody_along() -> None:
+def test_a_killed_sender_on_the_same_host_does_not_kill_its_reader() -> None:
     subprocess.run([sys.executable, "-c", LEFT, SENDER], check=True, timeout=PATIENCE)
 
 
 @pytest.mark.usefixtures("way")
-def test_a_read_that_is_held_up_holds_up_no_other(
+def test_a_delayed_read_does_not_delay_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, began, other_is_here = Verification.upto, threading.Event(), threading.Event()

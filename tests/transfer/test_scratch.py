@@ -15,7 +15,9 @@ from tests.support.waiting import PATIENCE
 from troupe.disks import Scratch
 
 
-def test_scratch_of_a_killed_process_is_removed_and_of_a_living_one_kept(tmp_path: Path) -> None:
+def test_scratch_is_removed_after_a_killed_process_and_kept_for_a_living_one(
+    tmp_path: Path,
+) -> None:
     code = (
         "import os, pathlib\n"
         "from troupe.disks import Scratch\n"
@@ -38,7 +40,7 @@ def test_scratch_of_a_killed_process_is_removed_and_of_a_living_one_kept(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_sweep_takes_none_that_is_being_made(tmp_path: Path) -> None:
+def test_a_sweep_leaves_directories_that_are_being_made(tmp_path: Path) -> None:
     made: list[Scratch] = []
 
     def make() -> None:
@@ -56,7 +58,7 @@ def test_a_sweep_takes_none_that_is_being_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_benchmark_that_is_told_to_end_takes_its_files_along(number: signal.Signals) -> None:
+def test_a_terminated_benchmark_removes_its_files(number: signal.Signals) -> None:
     code = (
         "import time\n"
         "from benchmarks.command import run_program, scratch\n"

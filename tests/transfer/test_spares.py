@@ -46,7 +46,7 @@ def inode(transfer: Transfer, version: int) -> int:
     return (transfer.roots[0] / f"{STEM}@{version}").stat().st_ino
 
 
-def test_versions_that_went_give_their_files_to_those_that_come(root: Path) -> None:
+def test_deleted_versions_give_their_files_to_new_ones(root: Path) -> None:
     transfer = Transfer(root)
     inodes = []
     for version in range(5):
@@ -62,7 +62,7 @@ def test_versions_that_went_give_their_files_to_those_that_come(root: Path) -> N
     assert Transfer(root).keys() == [f"{STEM}@4"]  # states stay
 
 
-def test_memory_of_versions_that_went_at_once_is_free_at_once(root: Path) -> None:
+def test_memory_of_versions_deleted_together_is_free_at_once(root: Path) -> None:
     transfer = Transfer(root)
     for version in range(6):
         transfer.set(f"{STEM}@{version}", state(version))
@@ -138,7 +138,7 @@ def test_unused_spare_segments_free_their_memory(root: Path) -> None:
     assert float(writer.get(f"{STEM}@1")[0]["w"].sum()) == COUNT
 
 
-def test_a_host_verifies_a_content_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_verifies_content_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Transfer(root)
     writer.set(f"{STEM}@0", state(3))
     verified = []
@@ -224,7 +224,7 @@ def test_an_owner_keeps_the_mapping_of_a_file_that_is_filled_again(root: Path) -
         assert holds(manifest, lease)
 
 
-def test_memory_that_is_given_back_is_free_though_an_owner_has_it_mapped(root: Path) -> None:
+def test_released_memory_is_free_although_an_owner_has_it_mapped(root: Path) -> None:
     transfer, mappings = Transfer(root), Mappings()
     transfer.set(f"{STEM}@0", state(0))
     lease = mappings.lease(transfer.opened(f"{STEM}@0"))[1]
@@ -238,7 +238,7 @@ def test_memory_that_is_given_back_is_free_though_an_owner_has_it_mapped(root: P
     assert not mappings._kept
 
 
-def test_a_lasting_mapping_is_of_the_state_that_is_there_now(root: Path) -> None:
+def test_a_kept_mapping_shows_the_present_state(root: Path) -> None:
     transfer, other = Transfer(root), Transfer(root)
     for version in range(4):
         checksum = transfer.set(f"{STEM}@{version}", state(version)).checksum

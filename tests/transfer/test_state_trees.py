@@ -27,7 +27,7 @@ KEY = "job/solver/training@3"
         (object(), ""),
     ],
 )
-def test_a_state_that_is_not_named_tensors_is_refused(
+def test_a_state_other_than_named_tensors_is_refused(
     tmp_path: Path, state: Any, value: str
 ) -> None:
     transfer = Transfer(tmp_path)

@@ -37,7 +37,7 @@ def certificate(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_owner_processes_with_certificates(tmp_path: Path) -> None:
+def test_owner_processes_serve_with_certificates(tmp_path: Path) -> None:
     made, key = certificate(tmp_path, "IP:127.0.0.1")
     token = SecretStr("secret")
     settings = ClientSettings(token=token, tls_ca=made, tls_cert=made, tls_key=key, retry=NO_RETRY)

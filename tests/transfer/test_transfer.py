@@ -78,7 +78,7 @@ def test_a_missing_key_keeps_no_reference_to_its_caller(transfer: Transfer) -> N
         gc.enable()
 
 
-def test_round_trip(transfer: Transfer) -> None:
+def test_a_state_makes_a_round_trip(transfer: Transfer) -> None:
     tensors = state()
     manifest = transfer.set(KEY, tensors, metadata={"step": "9"})
     got, read = transfer.get(KEY)
@@ -112,7 +112,7 @@ def test_any_tensors_round_trip(
     assert manifest.checksum == checksum_of(got)
 
 
-def test_checksum_names_the_content() -> None:
+def test_a_checksum_identifies_the_content() -> None:
     tensors = state()
     backwards = dict(reversed(tensors.items()))
     assert checksum_of(backwards) == checksum_of(tensors)
@@ -175,7 +175,7 @@ def test_replaced_and_deleted_content_stays_with_its_readers(transfer: Transfer)
     assert transfer.keys() == []
 
 
-def test_missing_key_and_deadline(transfer: Transfer) -> None:
+def test_a_missing_key_raises_at_once_or_at_the_deadline(transfer: Transfer) -> None:
     with pytest.raises(KeyNotFound, match="weights@3") as caught:
         transfer.get(KEY)
     assert caught.value.code is grpc.StatusCode.NOT_FOUND
@@ -240,7 +240,7 @@ def test_full_shared_memory_falls_back_to_files_with_a_warning(
     assert not transfer.exists(KEY)
 
 
-def test_a_root_on_disk_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_root_on_disk_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         Transfer(Path("/proc/self/cwd"))
     assert "not in shared memory" in caplog.text

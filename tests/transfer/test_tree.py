@@ -37,7 +37,7 @@ def test_a_failed_reader_is_routed_around() -> None:
     st.integers(1, 200),
     st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=60),
 )
-def test_every_reader_hangs_on_the_owner_in_the_end(
+def test_every_chain_of_readers_ends_at_the_owner(
     chunks: int, joins: list[tuple[int, bool]]
 ) -> None:
     tree = ReaderTree(chunks)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.hostile import BothError, errors, leaf_errors, nested_group
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 from troupe.outcomes import described, type_name
 from troupe.user_code import (
     DaemonThreads,
@@ -101,10 +101,15 @@ async def test_a_timeout_of_user_code_is_not_the_deadline() -> None:
 
 
 async def test_a_cancelled_caller_gets_its_cancellation() -> None:
-    release = threading.Event()
-    task = asyncio.create_task(call_in_thread(release.wait))
+    begun, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        release.wait()
+
+    task = asyncio.create_task(call_in_thread(hang))
     other = asyncio.create_task(await_contained(asyncio.sleep(60)))
-    await asyncio.sleep(0.05)
+    await until(begun.is_set)
     for one in (task, other):
         one.cancel()
         with pytest.raises(asyncio.CancelledError):

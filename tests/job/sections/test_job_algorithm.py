@@ -64,7 +64,9 @@ def test_algorithm_settings_that_exclude_each_other_are_refused(
         ({"advantage": "reinforce_plus_plus"}, "async", "truncated"),
     ],
 )
-def test_the_correction_in_force(algorithm: dict[str, Any], mode: str, correction: str) -> None:
+def test_the_correction_in_force_follows_from_mode_and_loss(
+    algorithm: dict[str, Any], mode: str, correction: str
+) -> None:
     spec = make_spec(Path("t"), algorithm=algorithm, pipeline=_pipeline(mode))
     assert spec.correction == correction
 
@@ -105,7 +107,7 @@ def test_the_constant_is_the_longest_response_that_an_agent_may_give() -> None:
     "optimizer",
     [{"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": 1e-300}, {"lr": 1e300}],
 )
-def test_an_optimizer_that_makes_no_numbers_is_refused(
+def test_optimizer_settings_that_give_no_finite_numbers_are_refused(
     tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     with pytest.raises(ValidationError, match=next(iter(optimizer))):
@@ -118,7 +120,7 @@ def test_bounds_that_single_precision_cannot_hold_are_refused(tmp_path: Path, fi
         make_spec(tmp_path, algorithm={field: 1e308})
 
 
-def test_names_end_where_they_end(tmp_path: Path) -> None:
+def test_names_may_not_end_with_a_line_break(tmp_path: Path) -> None:
     values = make_spec(tmp_path).model_dump()
     with pytest.raises(ValidationError, match="names are lower-case"):
         JobSpec.model_validate(values | {"agents": {"solver\n": {"policy": "solver"}}})

@@ -68,7 +68,7 @@ def test_engines_move_by_default_where_they_can() -> None:
         ),
     ],
 )
-def test_how_an_engine_comes_to_serve_another_policy(
+def test_the_way_of_an_engine_to_another_policy_follows_from_its_kind(
     source: dict[str, Any], target: dict[str, Any], way: str
 ) -> None:
     a, b = (PolicySpec.model_validate({"model": MODEL, **one}) for one in (source, target))

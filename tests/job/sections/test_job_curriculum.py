@@ -10,7 +10,7 @@ from tests.job.test_job_loading import fault, written
 from troupe.job import JobSpec, parse_job
 
 
-def test_defaults_and_the_way_between_services() -> None:
+def test_curriculum_defaults_survive_the_way_between_services() -> None:
     spec = parse_job(written(curriculum={"success": "solver", "band": [0.2, 0.8]}))
     assert spec.curriculum is not None
     assert (spec.curriculum.band, spec.curriculum.threshold) == ((0.2, 0.8), 1.0)
@@ -33,7 +33,9 @@ def test_defaults_and_the_way_between_services() -> None:
         ),
     ],
 )
-def test_faults_are_named(over: dict[str, Any], named: str, said: str) -> None:
+def test_invalid_curricula_are_refused_by_field(
+    over: dict[str, Any], named: str, said: str
+) -> None:
     found = fault(written(**over))
     assert named in found
     assert said in found

@@ -16,7 +16,7 @@ def test_only_costs_that_the_job_gives_are_set() -> None:
     assert given.costs == {"cores": 2, "quota": "judge"}
 
 
-def test_the_job_goes_before_the_declaration_and_that_before_the_defaults() -> None:
+def test_costs_come_from_the_job_then_the_declaration_then_defaults() -> None:
     declared = {"cores": 4, "timeout_seconds": 7.0, "stateful": True}
     declared |= {"expected_seconds": 2.0, "seconds_per": {"query.data.tests": 0.5}}
     spec = to_spec("score", "1", "tasks:score", {"cores": 0}, declared=declared)

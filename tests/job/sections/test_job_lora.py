@@ -46,7 +46,7 @@ def test_impossible_lora_settings_are_refused_by_field(
     assert message in str(caught.value)
 
 
-def test_layers_are_a_set() -> None:
+def test_target_layers_are_sorted_without_duplicates() -> None:
     spec = LoraSpec(target_modules=["v_proj", "q_proj", "v_proj"])
     assert spec.target_modules == ["q_proj", "v_proj"]
 

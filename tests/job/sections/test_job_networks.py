@@ -91,7 +91,7 @@ def test_settings_that_exclude_networks_are_refused_by_field(
     assert field in str(caught.value), caught.value
 
 
-def test_a_workflow_is_missed_by_language_models() -> None:
+def test_a_job_of_language_models_needs_a_workflow() -> None:
     job = _job(environment=None, policies__team={"model": {"path": "/m"}})
     with pytest.raises(JobSpecError, match="workflow: is missing"):
         _parse(job)
@@ -119,7 +119,7 @@ def test_learning_settings_that_never_update_are_refused(
     assert says in str(caught.value)
 
 
-def test_the_reference_has_every_paradigm_and_is_what_the_docs_show() -> None:
+def test_the_reference_has_every_paradigm_and_equals_the_page() -> None:
     page = reference()
     shown = Path(__file__).parents[3] / "docs" / "job-reference.md"
     assert shown.read_text(encoding="utf-8") == page, "write it anew: make docs"

@@ -32,7 +32,7 @@ def fault(spec: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_slots_are_policies_that_nobody_trains() -> None:
+def test_slots_are_untrained_policies() -> None:
     spec = parse_job(yaml.safe_dump(job(slots=3, evaluation_slots=2)))
     assert spec.slots == ("all--0", "all--1", "all--2", "all--e0", "all--e1")
     assert spec.trained_policies == ["player"]
@@ -102,7 +102,7 @@ def test_populations_that_cannot_play_are_refused(population: dict[str, Any], sa
     assert says in fault(job(**population))
 
 
-def test_a_game_of_one_is_refused() -> None:
+def test_a_game_of_one_agent_is_refused() -> None:
     spec = job()
     del spec["agents"]["bob"]
     assert "only alice has a trained policy" in fault(spec)
@@ -139,7 +139,7 @@ def test_an_agent_outside_the_game_is_refused() -> None:
     assert "'umpire' is not a player" in fault(spec)
 
 
-def test_a_slot_is_not_the_users() -> None:
+def test_a_slot_cannot_be_declared_by_the_user() -> None:
     spec = job()
     spec["policies"]["all--0"] = MODEL
     assert "policies.all--0: is a slot" in fault(spec)
@@ -165,6 +165,6 @@ def test_a_step_has_a_query_for_every_learner() -> None:
     assert "pipeline.queries_per_step: 1 cannot give each of 2" in fault(spec)
 
 
-def test_names_are_those_of_the_solvers() -> None:
+def test_names_of_meta_solvers_equal_the_solvers_own() -> None:
     assert get_args(MetaSolverName) == get_args(MetaSolver)
     assert get_args(WeightingName) == get_args(Weighting)

@@ -49,7 +49,7 @@ def test_policies_that_share_a_pool_are_made_for_the_same_agents() -> None:
     assert found.roster("dealer") == ("dealer",)
 
 
-def test_apart_each_is_made_for_its_own() -> None:
+def test_policies_with_their_own_pools_are_made_for_their_own_agents() -> None:
     spec = job(slots=1)
     spec["policies"]["rival"] = spec["policies"]["player"]
     spec["agents"]["player_1"]["policy"] = "rival"

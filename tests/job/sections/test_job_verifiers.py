@@ -79,6 +79,6 @@ def test_evaluations_may_have_environments_of_their_own() -> None:
     assert job({"verifiers": MARBLES}, evaluation={"queries": 4}).tasks is not None
 
 
-def test_an_environment_demonstrates_nothing() -> None:
+def test_an_environment_cannot_be_a_source_of_demonstrations() -> None:
     with pytest.raises(ValidationError, match="are not demonstrations"):
         job({"verifiers": MARBLES}, supervised={"tasks": {"verifiers": MARBLES}, "steps": 1})

@@ -160,7 +160,11 @@ async def one_that_waits_for_another(house: Cluster, trainer: FakeTrainer) -> st
     await until(lambda: "alice" in trainer.computing)
     second = await house.submit(job_yaml("second", policies=("bob",)))
     await house.until(second, lambda one: "waits for its turn" in one.activity)
-    await asyncio.sleep(0.3)  # the last heartbeat tells of the first one's policy
+    workers = house.orchestrator.service._at.shared.workers  # type: ignore[union-attr]
+    [known] = workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)
+    await until(
+        lambda: (first, "alice") in known.holds
+    )  # as the last heartbeat before the end says
     await house.cancel(first)
     return second
 

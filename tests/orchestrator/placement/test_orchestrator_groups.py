@@ -74,7 +74,7 @@ async def test_a_member_that_is_lost_is_replaced_and_its_gang_is_led_on(house: C
     waiting = await house.until(job_id, lambda one: "waits for devices" in one.activity)
     assert "its gang has 2" in waiting.activity
     assert leader.calls["Release"] == 1
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(1.0)  # several rounds of the scheduler; more of them change nothing
     assert (await house.job(job_id)).state == common_pb.JOB_STATE_RUNNING
     third = await house.add_trainer(script)
     ended = await house.wait(job_id)

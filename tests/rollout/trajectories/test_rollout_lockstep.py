@@ -77,7 +77,7 @@ async def test_branches_of_a_trajectory_wait_for_each_other() -> None:
     await asyncio.sleep(0)
     with lockstep.member(clock()) as seat:
         branches = [asyncio.create_task(world.call(seat, "b", n, n)) for n in range(3)]
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # time to go on in; none may, however long this takes
         assert world.events == [], "nobody goes on without the slow one"
         other.set()
         await asyncio.gather(waiting, *branches)
@@ -88,14 +88,14 @@ async def test_branches_of_a_trajectory_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "raises", "leaves"])
 async def test_an_ended_trajectory_does_not_hold_up_the_barrier(how: str) -> None:
-    lockstep = Lockstep()
+    lockstep, goes = Lockstep(), asyncio.Event()
 
     async def gone() -> None:
         with lockstep.member(clock()) as seat:
             if how == "cancelled":
                 async with seat.call():
                     await asyncio.sleep(3600)
-            await asyncio.sleep(0.02)
+            await goes.wait()
             if how == "raises":
                 raise ValueError
 
@@ -109,8 +109,9 @@ async def test_an_ended_trajectory_does_not_hold_up_the_barrier(how: str) -> Non
     async with asyncio.timeout(PATIENCE):
         await asyncio.sleep(0)
         second = asyncio.create_task(stays())
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # it waits for the first, however long this takes
         assert not second.done()
+        goes.set()
         if how == "cancelled":
             first.cancel()
         await second

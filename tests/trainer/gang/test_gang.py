@@ -106,7 +106,9 @@ def test_spans_cover_everything_once_and_evenly(lengths: list[int], size: int) -
 
 
 @given(seed=st.integers(0, 999), count=st.integers(0, 12), size=st.integers(1, 4))
-def test_every_row_is_one_ranks_whatever_their_order(seed: int, count: int, size: int) -> None:
+def test_every_row_goes_to_one_rank_in_whatever_order_rows_come(
+    seed: int, count: int, size: int
+) -> None:
     rng = np.random.default_rng(seed)
     rows = [
         Row(f"s{i}", rng.integers(9, size=4 + i % 5), 2, np.zeros(2, np.float32), 0.0, (0.0,), 0)
@@ -119,7 +121,7 @@ def test_every_row_is_one_ranks_whatever_their_order(seed: int, count: int, size
     assert again == [{rows[i].ids.tobytes() for i in share} for share in shares]
 
 
-def test_rows_cross_bit_for_bit(tokenizer: Path) -> None:
+def test_rows_cross_to_other_ranks_bit_for_bit(tokenizer: Path) -> None:
     rows = rows_of(make_spec(tokenizer), 5, 0)
     rows[0].behaviour[0] = np.nan
     header, body = encode_rows(rows)
@@ -132,7 +134,7 @@ def test_rows_cross_bit_for_bit(tokenizer: Path) -> None:
         assert mine.group_rewards == theirs.group_rewards
 
 
-def test_a_gang_that_cannot_be_is_refused() -> None:
+def test_an_impossible_gang_is_refused() -> None:
     few = TrainerSettings(gang_ranks=2)
     Gangs(few).check("solver", 2)
     with pytest.raises(FailedPrecondition) as refused:
@@ -221,7 +223,7 @@ def test_a_gang_learns_preferences_as_one_device_does(
     gang.release()
 
 
-def test_a_fault_of_a_users_loss_on_one_rank_is_told_by_the_gang(
+def test_a_fault_of_a_users_loss_on_one_rank_is_reported_by_the_gang(
     tokenizer: Path, gangs: Gangs
 ) -> None:
     """The rank that has no such row takes part in all passes, and the reason is the other's."""

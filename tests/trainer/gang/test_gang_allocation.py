@@ -59,7 +59,9 @@ STEP = {
         (SRUN | LWS, Allocation(2, 4, "t-trainer-big-0.t-trainer-big.agents:29500")),
     ],
 )
-def test_a_process_knows_its_place(variables: dict[str, str], place: Allocation | None) -> None:
+def test_a_process_finds_its_place_in_an_allocation(
+    variables: dict[str, str], place: Allocation | None
+) -> None:
     assert allocation(variables) == place
 
 
@@ -75,7 +77,7 @@ def test_a_process_knows_its_place(variables: dict[str, str], place: Allocation 
         ("gpu-a100-0001", "gpu-a100-0001"),
     ],
 )
-def test_the_first_of_a_host_list(hosts: str, first: str) -> None:
+def test_the_first_host_of_a_list_is_found(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
@@ -84,7 +86,9 @@ def test_the_first_of_a_host_list(hosts: str, first: str) -> None:
     st.lists(st.integers(0, 999), min_size=1, max_size=5),
     st.integers(1, 4),
 )
-def test_zeros_in_front_of_a_number_stay(prefix: str, numbers: list[int], width: int) -> None:
+def test_leading_zeros_of_host_numbers_are_kept(
+    prefix: str, numbers: list[int], width: int
+) -> None:
     names = [f"{number:0{width}}" for number in numbers]
     assert first_host(f"{prefix}[{','.join(names)}],other") == prefix + names[0]
 
@@ -93,14 +97,14 @@ def test_zeros_in_front_of_a_number_stay(prefix: str, numbers: list[int], width:
     ("variable", "value"),
     [("LWS_WORKER_INDEX", "4"), ("LWS_WORKER_INDEX", "-1"), ("LWS_GROUP_SIZE", "")],
 )
-def test_nonsense_is_refused_by_name(variable: str, value: str) -> None:
+def test_invalid_variables_of_an_allocation_are_refused_by_name(variable: str, value: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         allocation(LWS | {variable: value})
     assert refused.value.field == variable
     assert refused.value.remedy
 
 
-def test_settings_are_the_allocations_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_come_from_the_allocation_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = TrainerSettings()
     assert (alone.gang_nodes, alone.gang_endpoint) == (1, "127.0.0.1:0")
     for name, value in STEP.items():

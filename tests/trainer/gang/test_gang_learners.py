@@ -170,7 +170,7 @@ def test_adapters_in_gangs_share_the_base_of_one_device(
     other.release()
 
 
-def test_values_are_those_of_all_ranks(tokenizer: Path, gangs: Gangs) -> None:
+def test_advantages_use_the_values_of_all_ranks(tokenizer: Path, gangs: Gangs) -> None:
     """A chain's turns may be on different ranks: advantages need the values of all."""
     spec = learning_spec(tokenizer, lora=False, critic=True)
     gang, one = pair(gangs, spec)

@@ -173,7 +173,7 @@ async def test_a_lost_leader_s_ranks_end_and_the_newest_gang_gets_the_devices(
         *(("start_seconds", 0.0), ("start_seconds", math.nan), ("timeout_seconds", 1e308)),
     ],
 )
-async def test_ranks_that_make_no_gang_are_refused(field: str, value: object) -> None:
+async def test_ranks_that_do_not_form_a_gang_are_refused(field: str, value: object) -> None:
     request = trainer_pb.HostRanksRequest(
         endpoint="127.0.0.1:1", ranks=2, nodes=2, node=1, leader="l", job_id="j", policy="p"
     )

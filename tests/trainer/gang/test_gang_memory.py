@@ -98,7 +98,7 @@ def test_no_rank_is_left_in_a_collective(
 @pytest.mark.parametrize(
     ("offload", "lora"), [("optimizer", None), ("all", None), ("all", {"rank": 2, "alpha": 4})]
 )
-def test_state_of_ranks_in_host_memory(
+def test_ranks_with_state_in_host_memory_learn_what_one_device_does(
     tokenizer: Path, offload: str, lora: dict[str, Any] | None
 ) -> None:
     """Each rank's shards, the numbers of one device. A gang without offload goes on from them, and

@@ -58,7 +58,7 @@ def gangs() -> Iterator[Gangs]:
     ],
     ids=lambda algorithm: "-".join(map(str, algorithm.values())),
 )
-def test_every_way_to_weigh_tokens(
+def test_ranks_weigh_tokens_as_one_device_for_every_normalization(
     tokenizer: Path, gangs: Gangs, algorithm: dict[str, Any]
 ) -> None:
     pipeline = {"mode": "sync", "steps": 10, "queries_per_step": 2, "micro_batch_samples": 4}
@@ -118,7 +118,7 @@ def test_a_step_that_fails_on_one_rank_is_skipped_on_all(tokenizer: Path, gangs:
     gang.release()
 
 
-def test_a_long_micro_batch_is_stopped_within(tokenizer: Path, gangs: Gangs) -> None:
+def test_a_long_micro_batch_stops_between_its_passes(tokenizer: Path, gangs: Gangs) -> None:
     spec = gang_spec(tokenizer)
     gang = together(gangs, spec)
     rows = [replace(row, sample_id=f"s{i}") for i, row in enumerate(rows_of(spec, 20, 0) * 200)]
@@ -132,7 +132,7 @@ def test_a_long_micro_batch_is_stopped_within(tokenizer: Path, gangs: Gangs) -> 
     gang.release()
 
 
-def test_a_rank_that_hangs_is_noticed_by_its_deadline(tokenizer: Path) -> None:
+def test_a_rank_that_hangs_is_noticed_at_its_deadline(tokenizer: Path) -> None:
     gangs = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=30))
     spec = gang_spec(tokenizer)
     try:
@@ -149,7 +149,7 @@ def test_a_rank_that_hangs_is_noticed_by_its_deadline(tokenizer: Path) -> None:
         gangs.close()
 
 
-def test_ranks_that_do_not_come_are_counted(tokenizer: Path) -> None:
+def test_missing_ranks_are_counted_in_the_error(tokenizer: Path) -> None:
     others = {rank.pid for rank in ranks(os.getpid())}  # of the module's gang
 
     def hold_back() -> None:
@@ -169,7 +169,7 @@ def test_ranks_that_do_not_come_are_counted(tokenizer: Path) -> None:
     gangs.close()
 
 
-def test_a_host_that_does_not_come_is_waited_for_within_a_deadline(tokenizer: Path) -> None:
+def test_a_missing_host_is_waited_for_until_a_deadline(tokenizer: Path) -> None:
     settings = TrainerSettings(
         gang_ranks=1,
         gang_nodes=2,

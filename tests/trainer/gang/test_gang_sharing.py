@@ -97,7 +97,9 @@ def test_a_policy_leaves_and_comes_back_while_another_computes(
 
 
 @slow
-def test_a_rank_that_hangs_does_not_hold_up_who_gives_up(tokenizer: Path, gangs: Gangs) -> None:
+def test_a_rank_that_hangs_does_not_delay_a_caller_that_gives_up(
+    tokenizer: Path, gangs: Gangs
+) -> None:
     spec = gang_spec(tokenizer)
     gang = together(gangs, spec)
     children = gang_of(os.getpid())

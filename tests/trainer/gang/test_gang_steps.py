@@ -120,7 +120,7 @@ async def test_a_gang_and_one_device_take_turns(stage: TrainingStage) -> None:
     assert await violations(stage) == []
 
 
-async def test_a_rank_that_dies_is_a_step_that_begins_again(stage: TrainingStage) -> None:
+async def test_a_step_begins_again_when_a_rank_dies(stage: TrainingStage) -> None:
     two, one = specs(stage)
     job, alone = await stage.sibling()
     await alone.bind(one)
@@ -253,7 +253,7 @@ async def test_a_policy_that_is_too_large_for_the_devices_of_its_gang_is_refused
     await trainer.bind(specs[1])
 
 
-async def test_a_checkpoint_of_a_gangs_policy_is_a_model(stage: TrainingStage) -> None:
+async def test_a_checkpoint_of_a_gangs_policy_loads_as_a_model(stage: TrainingStage) -> None:
     from transformers import AutoModelForCausalLM
 
     two, _ = specs(stage)

@@ -49,7 +49,7 @@ def stored_spec(tokenizer: Path, folder: Path, **sections: Any) -> JobSpec:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_ranks_that_read_their_parts_have_the_model(
+def test_ranks_that_read_their_parts_hold_the_whole_model_together(
     tokenizer: Path, tmp_path: Path, gangs: Gangs, name: str
 ) -> None:
     """Weights and published tensors bit for bit, and what is computed: also with the buffers that
@@ -83,7 +83,7 @@ def test_ranks_that_read_their_parts_have_the_model(
 
 
 @pytest.mark.parametrize("kind", UNFIT)
-def test_a_checkpoint_that_is_not_of_its_model_is_refused_by_name(
+def test_a_checkpoint_that_does_not_fit_its_model_is_refused_by_name(
     tokenizer: Path, tmp_path: Path, gangs: Gangs, kind: str
 ) -> None:
     """As by one device (test_policy_model.py), and the ranks stay."""
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_is_not_of_its_model_is_refused_by_name(
         ("one_expert_less", "'model.layers.1.mlp.experts.3.down_proj.weight'"),
     ],
 )
-def test_experts_that_are_not_of_the_model_are_refused_by_name(
+def test_experts_that_do_not_fit_the_model_are_refused_by_name(
     tokenizer: Path, tmp_path: Path, gangs: Gangs, change: str, said: str
 ) -> None:
     stem = "model.layers.1.mlp.experts"
@@ -166,7 +166,7 @@ def test_a_model_in_another_format_is_made_by_one_rank(
 
 @settings(max_examples=10)
 @given(data=st.data())
-def test_rows_of_a_conversion_are_those_of_the_whole(data: st.DataObject) -> None:
+def test_rows_of_a_conversion_equal_rows_of_the_whole(data: st.DataObject) -> None:
     """A rank converts the experts of its own rows alone; what mixes rows is converted whole."""
     name = data.draw(st.sampled_from(["qwen3_moe", "mixtral", "gpt_oss", "phi3", "jamba"]))
     model = make(name)
@@ -199,7 +199,7 @@ def test_rows_are_read_from_whole_tensors_and_parts(tmp_path_factory: Any, data:
     assert torch.equal(found, tensor[begin : rows.stop].double())
 
 
-def test_names_of_a_model_that_fits_are_not_complained_about(tmp_path: Path) -> None:
+def test_names_of_a_model_that_fits_raise_no_error(tmp_path: Path) -> None:
     """Older files have buffers that are computed today."""
     model = make("llama")
     stored = {n: t.to("meta") for n, t in model.state_dict().items()}
@@ -229,7 +229,7 @@ class Alone:
         self.told.append((done, total))
 
 
-def test_a_load_is_waited_for_by_its_bytes() -> None:
+def test_the_deadline_of_a_load_grows_with_its_bytes() -> None:
     group = Alone()
 
     def slow(progress: LoadProgress) -> int:

@@ -75,7 +75,7 @@ def test_any_box_is_read_from_the_parts_that_have_it(
     assert torch.equal(found, tensor[wanted.within(everything)])
 
 
-def test_parts_that_are_not_what_was_stored_are_refused(tmp_path: Path) -> None:
+def test_parts_that_differ_from_the_stored_ones_are_refused(tmp_path: Path) -> None:
     transfer, tensor = transfer_of(tmp_path), torch.arange(6.0)
     halves = [Box((0,), (3,)), Box((3,), (3,))]
     parts = [
@@ -105,7 +105,7 @@ def in_halves(transfer: HostTransfer) -> tuple[torch.Tensor, StoredParts]:
     return tensor, StoredParts.of({"weights/t": tensor}, parts)
 
 
-def test_a_state_in_parts_is_whole_on_one_device_and_as_it_is_in_a_gang(tmp_path: Path) -> None:
+def test_a_state_in_parts_is_joined_on_one_device_and_kept_in_a_gang(tmp_path: Path) -> None:
     transfer = transfer_of(tmp_path)
     tensor, stored = in_halves(transfer)
     gang = Suspension(transfer, ParameterPool(CPU), "job", "solver", gang=True)
@@ -129,7 +129,7 @@ def test_a_state_in_parts_is_whole_on_one_device_and_as_it_is_in_a_gang(tmp_path
     assert gone.value.kind == "suspended_state_gone"
 
 
-def test_a_lost_part_is_a_lost_state(tmp_path: Path) -> None:
+def test_a_state_that_lost_a_part_is_lost(tmp_path: Path) -> None:
     transfer = transfer_of(tmp_path)
     _, stored = in_halves(transfer)
     alone = Suspension(transfer, ParameterPool(CPU), "job", "solver")

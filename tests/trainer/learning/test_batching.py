@@ -156,7 +156,7 @@ def test_all_layouts_give_the_models_logprobs(model: Any, rows: list[Row], slide
             np.testing.assert_allclose(scores.numpy(), expected, atol=1e-5)
 
 
-def test_packing_is_tried_out(model: Any) -> None:
+def test_a_trial_decides_whether_a_model_can_pack(model: Any) -> None:
     assert capabilities_of(model) == Capabilities(packs=True, linear_head=True)
     assert model.config._attn_implementation == "sdpa"  # as it was
     costs = costs_of(model)
@@ -176,7 +176,7 @@ def test_packing_is_tried_out(model: Any) -> None:
     assert not capabilities_of(capped).linear_head
 
 
-def test_a_model_that_cannot_pack_is_scored_all_the_same() -> None:
+def test_a_model_that_cannot_pack_is_scored_row_by_row() -> None:
     capped = make_model(model_type="gemma2", final_logit_softcapping=3.0)
     rows = [row("a", [1, 2, 3], [4, 5]), row("b", [6], [7, 8, 9])]
     expected = np.concatenate([score(capped, r.ids.tolist(), r.prompt_length) for r in rows])

@@ -270,7 +270,7 @@ def test_float32_equals_the_full_batch_in_float64(
 @pytest.mark.parametrize("advantage", _ADVANTAGES)
 @settings(relaxed, max_examples=1)
 @given(st.integers(0, 10_000))
-def test_every_advantage_with_every_loss(
+def test_every_advantage_with_every_loss_gives_the_textbook_gradient(
     tokenizer: Path, advantage: str, loss: str, seed: int
 ) -> None:
     """Each pair at least once, whatever the draws above come to."""
@@ -286,7 +286,7 @@ LOSSES = ["ppo_clip", "gspo", "cispo", "dppo_mask"]
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", _ADVANTAGES)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_everything_that_a_job_may_declare_is_the_textbooks(
+def test_every_combination_that_a_job_may_declare_gives_the_textbook_gradient(
     tokenizer: Path, advantage: str, loss: str
 ) -> None:
     """Every aggregation, correction and anchor of the ratio with every advantage and loss, or it is
@@ -324,7 +324,9 @@ def _choices() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_critic_with_everything_that_a_job_may_declare(tokenizer: Path, loss: str) -> None:
+def test_a_critic_with_every_combination_gives_the_same_in_micro_batches(
+    tokenizer: Path, loss: str
+) -> None:
     """Micro-batches give the same result as the whole batch; `async` refuses losses without a
     correction."""
     for normalize, correction, old in _choices():

@@ -86,7 +86,7 @@ async def test_turns_and_their_agent_are_rewarded(
         assert to_go(rows[:2])[0] == without
 
 
-async def test_candidates_of_one_call_are_episodes_of_their_own() -> None:
+async def test_candidates_of_one_call_are_separate_episodes() -> None:
     async def workflow(query: Any, agents: Any, tools: Any) -> dict[str, float]:
         await agents["x"].chat([{"role": "user", "content": "go"}])
         for i, reply in enumerate(await agents["x"].chat([{"role": "user", "content": "on"}], n=3)):
@@ -98,7 +98,7 @@ async def test_candidates_of_one_call_are_episodes_of_their_own() -> None:
     assert to_go(rows) == [10.0, 10.0, 11.0, 12.0]
 
 
-async def test_sides_that_a_workflow_names_are_episodes_of_their_own() -> None:
+async def test_sides_that_a_workflow_names_are_separate_episodes() -> None:
     async def workflow(query: Any, agents: Any, tools: Any) -> dict[str, float]:
         for side in ("white", "black", "white"):
             reply = await agents["x"].chat([{"role": "user", "content": side}])
@@ -112,7 +112,7 @@ async def test_sides_that_a_workflow_names_are_episodes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("credit", ["episode", "to_go"])
-async def test_a_game_in_steps(credit: Credit) -> None:
+async def test_turns_of_a_game_earn_the_remaining_or_the_whole_reward(credit: Credit) -> None:
     """Pennies pays 1, 0, 1: the remaining reward from each turn on, never the sum of these."""
     answers = {"x": ["heads"] * 3, "y": ["heads", "tails", "heads"]}
     workflow = GameWorkflow(Pennies, permute=False, credit=credit)
@@ -132,7 +132,7 @@ async def test_a_game_in_steps(credit: Credit) -> None:
 
 @pytest.mark.parametrize("credit", ["episode", "to_go"])
 @pytest.mark.parametrize("agents", [("x",), ("x", "y")])
-async def test_against_itself_an_agent_has_a_chain_for_each_seat(
+async def test_an_agent_that_plays_itself_has_a_chain_for_each_seat(
     credit: Credit, agents: tuple[str, ...]
 ) -> None:
     """Nim with a heap of five, one taken each time: the first to move wins."""
@@ -170,7 +170,9 @@ async def test_an_illegal_answer_costs_once(
 
 @pytest.mark.parametrize("credit", ["episode", "to_go"])
 @pytest.mark.parametrize("agents", [("x",), ("x", "y")])
-async def test_kuhn_poker(credit: Credit, agents: tuple[str, ...]) -> None:
+async def test_every_turn_of_kuhn_poker_earns_its_seats_winnings(
+    credit: Credit, agents: tuple[str, ...]
+) -> None:
     """Every turn earns its own seat's winnings, regardless of the agent there and of the last
     mover."""
     seen = set()

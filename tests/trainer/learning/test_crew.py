@@ -38,7 +38,7 @@ def test_passes_side_by_side_give_the_gradient_of_one_after_the_other(
     assert torch.equal(together, again)
 
 
-def test_twins_follow_a_policy_to_other_memory(tokenizer: Path) -> None:
+def test_twins_follow_a_policy_that_moves_to_other_memory(tokenizer: Path) -> None:
     learner, first = side_by_side(tokenizer, 2)
     tensors, values = learner.suspended()
     moved = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -51,7 +51,7 @@ def test_twins_follow_a_policy_to_other_memory(tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_twins_keep_no_memory(tokenizer: Path, stopped: bool) -> None:
+def test_twins_hold_no_memory_of_their_own(tokenizer: Path, stopped: bool) -> None:
     """A leaving policy releases its memory; an abandoned step leaves no gradients."""
     learner, _ = side_by_side(tokenizer, 2)
     if stopped:
@@ -96,7 +96,7 @@ def test_calls_share_the_callers_threads() -> None:
         torch.set_num_threads(before)
 
 
-def test_groups_stay_together_and_members_get_alike_many_tokens(tokenizer: Path) -> None:
+def test_groups_stay_together_and_members_get_about_equally_many_tokens(tokenizer: Path) -> None:
     policy = learner_of(tokenizer, {})._policy
     rows = random_rows(load_model("solver", policy, 0), 3, SHAPE)
     hands = split_rows(rows, 2)
@@ -112,7 +112,7 @@ def test_groups_stay_together_and_members_get_alike_many_tokens(tokenizer: Path)
     assert len(split_rows(rows[:1], 4)) == 1
 
 
-def test_a_crew_is_for_small_models_on_several_threads() -> None:
+def test_a_crew_is_used_for_small_models_on_several_threads() -> None:
     small = [torch.nn.Parameter(torch.zeros(1000))]
     with torch.device("meta"):
         large = [torch.nn.Parameter(torch.zeros(17 << 20))]

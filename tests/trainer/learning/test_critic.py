@@ -65,7 +65,7 @@ def test_an_agents_turns_are_one_episode_in_whatever_order_they_come() -> None:
     assert got.tolist() == [7.0, -10.0, 5.0, 0.0, 10.0, -14.0, 9.0, 3.0]
 
 
-def test_at_first_values_are_zero_and_advantages_are_returns(tokenizer: Path) -> None:
+def test_initial_values_are_zero_and_advantages_are_returns(tokenizer: Path) -> None:
     learner = _learner(_spec(tokenizer, critic={"gae_lambda": 1.0}))
     rows = _rows(learner)
     learner.accumulate(rows)
@@ -82,7 +82,7 @@ def test_at_first_values_are_zero_and_advantages_are_returns(tokenizer: Path) ->
     assert metrics["critic/grad_norm"] > 0
 
 
-def test_values_learn_what_rewards_are(tokenizer: Path) -> None:
+def test_values_approach_the_rewards(tokenizer: Path) -> None:
     """The prompt determines the reward: after some steps it is fully predicted."""
     learner = _learner(_spec(tokenizer, critic={"gae_lambda": 1.0}))
     rows = _rows(learner, groups=3, members=6)
@@ -95,7 +95,7 @@ def test_values_learn_what_rewards_are(tokenizer: Path) -> None:
     assert found[-1]["advantage/abs_mean"] < 0.5 * found[0]["advantage/abs_mean"]
 
 
-def test_engines_and_checkpoints_do_not_get_the_critic_and_the_state_does(tokenizer: Path) -> None:
+def test_the_critic_is_in_the_state_but_not_in_engines_or_checkpoints(tokenizer: Path) -> None:
     plain = make_spec(tokenizer, pipeline=SYNC)
     one, two, without = _learner(_spec(tokenizer)), _learner(_spec(tokenizer)), _learner(plain)
     rows = _rows(one)
@@ -161,7 +161,7 @@ def test_order_and_partition_leave_no_trace_in_deterministic_mode(
     assert all(torch.equal(t, states[1][name]) for name, t in states[0].items())
 
 
-def test_micro_batches_are_the_full_batch(tokenizer: Path) -> None:
+def test_micro_batches_add_up_to_the_full_batch(tokenizer: Path) -> None:
     """In float64, where only rounding could differ. In the second step values differ."""
     spec = _spec(tokenizer)
     found = []
@@ -229,7 +229,7 @@ def test_a_row_without_the_teams_context_is_refused(tokenizer: Path) -> None:
     assert refused.value.remedy
 
 
-def test_with_an_adapter_the_critic_is_one_too(tokenizer: Path) -> None:
+def test_the_critic_of_an_adapter_is_an_adapter(tokenizer: Path) -> None:
     values = _spec(tokenizer).model_dump(mode="json")
     values["policies"]["solver"]["lora"] = {"rank": 4}
     spec = JobSpec.model_validate(values)
@@ -269,7 +269,7 @@ def _several(tokenizer: Path, **algorithm: Any) -> Learner:
 
 
 @pytest.mark.parametrize("old", ["behaviour", "recomputed"])
-def test_updates_of_one_step_are_steps_of_their_own_on_its_rows(tokenizer: Path, old: str) -> None:
+def test_each_update_of_a_step_is_an_optimizer_step_on_its_rows(tokenizer: Path, old: str) -> None:
     """Two epochs are two steps on the same rows, whose old log-probs are the first one's."""
     learner = _several(tokenizer, epochs=2, old_logprobs=old)
     plain = _several(tokenizer)
@@ -287,7 +287,7 @@ def test_updates_of_one_step_are_steps_of_their_own_on_its_rows(tokenizer: Path,
         torch.testing.assert_close(learner.weights()[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_old_log_probs_are_of_the_weights_before_the_first_update(
+def test_old_log_probs_come_from_the_weights_before_the_first_update(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = _several(tokenizer, epochs=2, old_logprobs="recomputed", advantage="rloo")
@@ -309,7 +309,7 @@ def test_old_log_probs_are_of_the_weights_before_the_first_update(
         torch.testing.assert_close(torch.from_numpy(row.old), expected[row.sample_id])
 
 
-def test_a_step_that_fails_at_a_later_update_says_that_it_has_moved(
+def test_a_step_that_fails_at_a_later_update_reports_changed_weights(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = _several(tokenizer, epochs=3)

@@ -107,7 +107,7 @@ def test_order_and_partition_leave_no_trace(
         assert all(torch.equal(t, other[name]) for name, t in states[0].items())
 
 
-def test_without_the_mode_order_does_leave_a_trace(tokenizer: Path) -> None:
+def test_order_leaves_a_trace_without_deterministic_mode(tokenizer: Path) -> None:
     """Or the test above would prove nothing."""
     learners = [_learner(tokenizer, deterministic=False) for _ in range(2)]
     steps = [random_rows(learners[0].model, i, Shape(groups=5, members=6)) for i in range(STEPS)]

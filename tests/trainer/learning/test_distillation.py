@@ -225,7 +225,7 @@ def test_memory_counts_teachers(tokenizer: Path) -> None:
     assert found.reference == each * (shape.parameters + wise.parameters)
 
 
-def test_teachers_are_needed_by_no_agent(tokenizer: Path) -> None:
+def test_a_teacher_needs_no_agent(tokenizer: Path) -> None:
     values = spec_of(tokenizer).model_dump()
     for name in ("wise", "wiser"):
         del values["agents"][name]

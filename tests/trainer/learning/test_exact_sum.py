@@ -91,7 +91,7 @@ def test_terms_that_cannot_be_summed_are_refused(value: float) -> None:
         total.add([torch.tensor([1.0, value, 2.0])])
 
 
-def test_the_whole_range_is_usable() -> None:
+def test_values_over_the_whole_range_are_summed() -> None:
     total = ExactSum([torch.zeros(2)])
     for _ in range(2):
         total.add([torch.tensor([4.1e6, -4.1e6])])

@@ -104,7 +104,7 @@ def textbook(spec: JobSpec, rows: list[Row]) -> tuple[dict[str, torch.Tensor], f
     ],
     ids=["packed", "many passes", "without trees", "checkpointed", "deterministic"],
 )
-def test_the_auxiliary_loss_is_the_textbooks(tokenizer: Path, how: dict[str, Any]) -> None:
+def test_the_auxiliary_loss_equals_the_textbooks(tokenizer: Path, how: dict[str, Any]) -> None:
     options = dict(how)
     trainer, pipeline = options.pop("trainer", None), options.pop("pipeline", {})
     sections = {"algorithm": {"router_aux_loss": COEFFICIENT, "entropy_coefficient": 0.01}}
@@ -210,7 +210,7 @@ def test_load_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4", "lfm2_moe"])
-def test_replayed_experts_are_those_that_compute(name: str) -> None:
+def test_replayed_experts_compute_the_tokens(name: str) -> None:
     model = make(name)
     routers = Routers.of(model)
     assert routers is not None

@@ -80,7 +80,7 @@ def test_the_last_attempt_at_the_same_weights_counts(tmp_path: Path) -> None:
     assert len(list((tmp_path / "job/state/solver").iterdir())) == 1
 
 
-def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_generators_continue_from_the_restored_state(tmp_path: Path) -> None:
     store = StateStore(tmp_path, "job", "solver")
     np.random.standard_normal()  # a second one is kept back by the generator
     store.save(make_state(1))
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_the_previous_state(small_disk: Path) -> None:
     store.save(make_state(2))
 
 
-def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "job").write_text("in the way")
     with pytest.raises(FailedPrecondition) as caught:
         StateStore(tmp_path, "job", "solver").save(make_state(1))
@@ -150,9 +150,7 @@ def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoint_is_what_transformers_loads(
-    tmp_path: Path, tokenizer: Path, tied: bool
-) -> None:
+def test_transformers_loads_a_checkpoint(tmp_path: Path, tokenizer: Path, tied: bool) -> None:
     config = tiny_config(tie_word_embeddings=tied)
     spec = make_spec(tokenizer, model={"config": config, "tokenizer": str(tokenizer)})
     policy = spec.policies["solver"]

@@ -78,7 +78,7 @@ def test_torch_has_the_kernels_that_are_asked_for() -> None:
         ({"raises": RuntimeError("does not expose FA3 kernels")}, 1),
     ],
 )
-def test_otherwise_torchs_own_kernel_stays(
+def test_torchs_own_kernel_stays_where_no_other_is_usable(
     kernels: Kernels, changes: dict[str, Any], activated: int
 ) -> None:
     """Also for the next model, without another trial."""

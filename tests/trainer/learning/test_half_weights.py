@@ -32,7 +32,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_two_passes_are_those_of_autocast(tokenizer: Path, keeps: bool, bias: bool) -> None:
+def test_two_passes_equal_autocast(tokenizer: Path, keeps: bool, bias: bool) -> None:
     spec = half_spec(tokenizer)
     model = load_model("solver", spec.policies["solver"], 0)
     if bias:
@@ -70,7 +70,7 @@ def test_two_passes_are_those_of_autocast(tokenizer: Path, keeps: bool, bias: bo
         assert not torch.equal(before, after)
 
 
-def test_a_step_with_copies_is_that_of_autocast(tokenizer: Path) -> None:
+def test_a_step_with_copies_equals_one_with_autocast(tokenizer: Path) -> None:
     """Also with layers that are computed again; copies are freed before the update."""
     spec = half_spec(tokenizer)
     values = spec.model_dump()

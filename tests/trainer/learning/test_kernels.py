@@ -111,7 +111,7 @@ def gradients_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "modules"), MODULES.items())
-def test_architectures_give_what_they_gave(kind: str, modules: int) -> None:
+def test_architectures_compute_the_same_with_our_kernels(kind: str, modules: int) -> None:
     model = make_model(kind)
     before = outcome(model)
     assert use_kernels(model) == modules
@@ -207,7 +207,7 @@ def learner_of(tokenizer: Path, kernels: str, dtype: str = "float32", **trainer:
     return learner
 
 
-def test_a_job_may_leave_them_off(tokenizer: Path) -> None:
+def test_a_job_may_turn_kernels_off(tokenizer: Path) -> None:
     without, ours = learner_of(tokenizer, "off"), learner_of(tokenizer, "auto")
     assert not any("forward" in vars(module) for module in without.model.modules())
     assert any("forward" in vars(module) for module in ours.model.modules())
@@ -258,7 +258,7 @@ def rope(q: Any, k: Any, cos: Any, sin: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
-def test_ligers_kernels_are_used_where_they_give_the_same(
+def test_ligers_kernels_are_used_where_they_give_the_same_results(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The package itself needs a GPU: here it is one of torch's operators."""

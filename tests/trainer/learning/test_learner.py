@@ -113,7 +113,7 @@ def test_micro_batches_equal_one_plain_batch(
         assert applied.metrics["loss/policy"] == pytest.approx(total.item(), rel=1e-3, abs=1e-6)
 
 
-def test_the_step_is_adamws(tokenizer: Path) -> None:
+def test_a_step_equals_adamws(tokenizer: Path) -> None:
     """Weights after two steps equal torch's AdamW on the clipped mean gradient."""
     optimizer = {"lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.05}
     learner = make_learner(tokenizer, optimizer=optimizer, share_prefixes=False)
@@ -240,7 +240,7 @@ def test_responses_without_tokens_make_no_step(tokenizer: Path) -> None:
     assert (applied.applied, applied.reason) == (False, "no sample has a response token")
 
 
-def test_the_divergence_from_the_first_version(tokenizer: Path) -> None:
+def test_the_divergence_is_measured_from_the_first_version(tokenizer: Path) -> None:
     algorithm = {"kl_coefficient": 10.0, "entropy_coefficient": 0.01}
     learner = make_learner(tokenizer, algorithm=algorithm)
     assert learner.needs_reference
@@ -309,7 +309,9 @@ def _rae(tokenizer: Path) -> Learner:
     return make_learner(tokenizer, algorithm={"advantage": "rae", "rae_decay": 0.5})
 
 
-def test_a_roles_baseline_is_of_the_steps_before_and_moves_with_the_state(tokenizer: Path) -> None:
+def test_a_roles_baseline_comes_from_earlier_steps_and_moves_with_the_state(
+    tokenizer: Path,
+) -> None:
     one, two = _rae(tokenizer), _rae(tokenizer)
     rows = [replace(r, agent=f"a{i % 2}") for i, r in enumerate(make_rows(one.model, 6, 0))]
     one.accumulate(rows[:2])

@@ -70,7 +70,7 @@ def test_a_learner_proves_each_version_that_it_publishes(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_and_its_base_are_proven_apart(tokenizer: Path, dtype: str) -> None:
+def test_an_adapter_and_its_base_have_separate_proofs(tokenizer: Path, dtype: str) -> None:
     values = lora_spec(tokenizer, ["solver"]).model_dump(mode="json")
     values["policies"]["solver"]["model"]["dtype"] = dtype
     spec = JobSpec.model_validate(values)

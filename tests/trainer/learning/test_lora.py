@@ -49,7 +49,7 @@ def storages(module: torch.nn.Module) -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in kept}
 
 
-def test_only_the_adapter_is_trained(tokenizer: Path) -> None:
+def test_training_changes_only_the_adapter(tokenizer: Path) -> None:
     spec = lora_spec(tokenizer, ["a"])
     learner = learner_of(spec, "a")
     model = learner.model
@@ -171,7 +171,7 @@ def test_published_weights_are_the_adapter_and_merge_to_the_same_model(
     assert (ours - untouched).abs().max() > 2 * tolerance
 
 
-def test_the_divergence_is_from_the_base(tokenizer: Path) -> None:
+def test_the_divergence_of_an_adapter_is_measured_from_the_base(tokenizer: Path) -> None:
     """It is nothing at first, and something once the adapter has moved."""
     values = lora_spec(tokenizer, ["a"]).model_dump(mode="json")
     values["algorithm"] = {"kl_coefficient": 1.0}
@@ -249,7 +249,7 @@ def test_dropout_is_for_gradients_only(tokenizer: Path) -> None:
         ({"rank": 33}, "rank", "hidden size is 32"),
     ],
 )
-def test_adapters_that_the_model_cannot_have(
+def test_impossible_adapters_of_a_model_are_refused(
     tokenizer: Path, lora: dict[str, Any], field: str, message: str
 ) -> None:
     spec = lora_spec(tokenizer, ["a"], **lora)
@@ -275,7 +275,7 @@ def test_damaged_adapters_are_refused(tokenizer: Path) -> None:
         AdapterContent.of({**good, "adapter.json": broken})
 
 
-def test_gpt2_stores_its_layers_the_other_way_round(tokenizer: Path) -> None:
+def test_transposed_layers_of_gpt2_merge_with_an_adapter(tokenizer: Path) -> None:
     config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
     model = {"config": config, "tokenizer": str(tokenizer)}
     values = make_spec(tokenizer, model=model, policies=["a"]).model_dump(mode="json")

@@ -138,7 +138,7 @@ async def test_a_frozen_policy_is_served_with_the_adapter_that_it_is_given(
         ({}, "damaged", "path", "cannot be read"),
     ],
 )
-async def test_adapters_that_do_not_belong_here(
+async def test_adapters_that_do_not_fit_the_job_are_refused_by_field(
     tokenizer: Path, tmp_path: Path, lora: dict[str, Any], prepare: str, field: str, message: str
 ) -> None:
     from services.trainer.learning.model import load_tokenizer

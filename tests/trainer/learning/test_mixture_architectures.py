@@ -31,7 +31,9 @@ CONVERTED = [
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_an_architecture_trains_and_comes_back(name: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_an_architecture_trains_and_its_checkpoint_loads_again(
+    name: str, tokenizer: Path, tmp_path: Path
+) -> None:
     config = ARCHITECTURES.get(name) or FURTHER[name]
     spec = make_spec(tokenizer, model={"config": config, "tokenizer": str(tokenizer)})
     # Its own kernels round otherwise than transformers', which the exported model computes with.

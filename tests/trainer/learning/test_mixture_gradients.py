@@ -69,7 +69,7 @@ def rounded(tokenizer: Path, rows: list[Row], exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("how", HOW)
-def test_a_mixtures_gradient_is_the_exact_one(
+def test_the_gradient_of_a_mixture_is_exact(
     tokenizer: Path, rows: list[Row], exact: torch.Tensor, rounded: float, how: str, dtype: str
 ) -> None:
     found = gradient(tokenizer, rows, dtype, **HOW[how])

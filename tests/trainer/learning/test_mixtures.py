@@ -84,7 +84,7 @@ def test_an_exported_mixture_is_what_transformers_saves(tokenizer: Path, tmp_pat
     )
 
 
-def test_an_adapter_on_a_mixture_sits_on_attention_and_says_so(
+def test_an_adapter_on_a_mixture_covers_only_attention_and_reports_it(
     tokenizer: Path, tmp_path: Path
 ) -> None:
     """Experts are one tensor of all of them, on which no adapter sits."""

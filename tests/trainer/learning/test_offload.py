@@ -59,7 +59,7 @@ def assert_same(mine: Learner, theirs: Learner) -> None:
     ],
     ids=["plain", "critic", "reference", "decay"],
 )
-def test_steps_are_those_without_offload(
+def test_steps_with_offload_equal_steps_without(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch, how: str, sections: dict[str, Any]
 ) -> None:
     """Weights, moments, published weights and metrics of three steps, with parts that are smaller
@@ -75,7 +75,7 @@ def test_steps_are_those_without_offload(
         assert_same(mine, theirs)
 
 
-def test_a_state_goes_on_with_offload_or_without(tokenizer: Path) -> None:
+def test_a_state_continues_with_offload_or_without(tokenizer: Path) -> None:
     """Saved with it and loaded without, the other way round, and suspended within a step."""
     expected = learner_of(tokenizer, "none")
     for version in range(3):
@@ -97,7 +97,7 @@ def test_a_state_goes_on_with_offload_or_without(tokenizer: Path) -> None:
     assert_same(resumed, expected)
 
 
-def test_an_adapter_is_trained_as_without(tokenizer: Path) -> None:
+def test_an_adapter_trains_the_same_with_offload(tokenizer: Path) -> None:
     """Its base stays on the device."""
     mine, theirs = (learner_of(tokenizer, one, lora={"rank": 2}) for one in ("all", "none"))
     for version in range(2):

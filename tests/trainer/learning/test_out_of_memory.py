@@ -123,7 +123,7 @@ def test_a_micro_batch_is_repeated_as_if_passes_had_been_smaller(
     assert metrics == expected
 
 
-def test_earlier_micro_batches_stay_exactly(
+def test_gradients_of_earlier_micro_batches_stay_exact(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device with a host: gradients are copied before a pass that is larger than any so far;
@@ -215,7 +215,7 @@ def test_a_row_that_does_not_fit_alone_is_named(
         assert remedy in str(error)
 
 
-def test_other_errors_are_not_taken_for_it() -> None:
+def test_other_errors_are_not_taken_for_out_of_memory() -> None:
     """Only the allocators' own errors are."""
     with pytest.raises(RuntimeError) as raised:
         allocate_too_much()

@@ -37,7 +37,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("own", "built_in"), PAIRS)
-def test_a_function_written_down_again_trains_the_same(
+def test_a_user_function_equal_to_a_built_in_one_trains_the_same(
     tokenizer: Path, own: dict[str, str], built_in: dict[str, str]
 ) -> None:
     mine, theirs = learner_of(tokenizer, **own), learner_of(tokenizer, **built_in)

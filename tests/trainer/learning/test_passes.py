@@ -73,7 +73,7 @@ def test_activation_checkpointing_gives_the_same_bits_in_less_memory(tokenizer: 
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_tokens_of_a_forward_pass_are_the_jobs_before_the_workers(
+def test_the_jobs_tokens_of_a_forward_pass_override_the_workers(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     torch.set_num_threads(threads)
@@ -200,11 +200,11 @@ def test_activation_checkpointing_is_on_by_default_on_a_gpu(
     assert [isinstance(layer.forward, partial) for layer in model.model.layers] == expected
 
 
-def test_the_default_leaves_a_model_without_known_layers_as_it_is() -> None:
+def test_a_model_without_known_layers_is_left_alone_by_default() -> None:
     configure_model("solver", torch.nn.Linear(2, 2), TrainerSpec(), defaults_of(80 << 30))
 
 
-def test_a_pass_on_a_cpu_has_the_tokens_that_it_had(tokenizer: Path) -> None:
+def test_a_pass_on_a_cpu_keeps_its_number_of_tokens(tokenizer: Path) -> None:
     learner = learner_of(tokenizer, {})
     assert learner._passes.budget.tokens == 1024
     assert not any(isinstance(layer.forward, partial) for layer in learner.model.model.layers)

@@ -91,7 +91,7 @@ def assert_same(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
     st.integers(1, 12),
     st.booleans(),
 )
-def test_pieces_have_the_gradient_of_the_whole(
+def test_pieces_give_the_gradient_of_the_whole(
     full: Any, sliding: Any, rows: list[Row], cut: int, slides: bool
 ) -> None:
     model = sliding if slides else full
@@ -299,7 +299,7 @@ def played(learner: Learner) -> list[Row]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["kl", "gspo", "masked", "critic"])
-def test_a_step_in_pieces_is_the_step(tokenizer: Path, algorithm: dict[str, Any]) -> None:
+def test_a_step_in_pieces_equals_the_whole_step(tokenizer: Path, algorithm: dict[str, Any]) -> None:
     whole, cut = learners(tokenizer, algorithm, 4096, 20)
     rows = played(whole)
     for learner in (whole, cut):

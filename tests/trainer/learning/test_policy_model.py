@@ -47,7 +47,7 @@ def test_random_weights_follow_seed_and_name(tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./missing"])
-def test_a_missing_directory(tokenizer: Path, path: str) -> None:
+def test_a_missing_model_directory_is_refused_by_field(tokenizer: Path, path: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         load_model("solver", policy(tokenizer, path=path), 0)
     error = caught.value
@@ -57,7 +57,9 @@ def test_a_missing_directory(tokenizer: Path, path: str) -> None:
     assert error.remedy
 
 
-def test_an_unreachable_hub_id(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_id_is_refused_with_a_remedy(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InvalidArgument) as caught:
         load_model("solver", policy(tokenizer, path="nobody/nothing"), 0)
@@ -65,7 +67,7 @@ def test_an_unreachable_hub_id(tokenizer: Path, monkeypatch: pytest.MonkeyPatch)
     assert "nobody/nothing" in str(caught.value)
 
 
-def test_damaged_weights(tokenizer: Path, tmp_path: Path) -> None:
+def test_damaged_weights_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     model = load_model("solver", policy(tokenizer, config=tiny_config()), 0)
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
@@ -78,14 +80,14 @@ def test_damaged_weights(tokenizer: Path, tmp_path: Path) -> None:
     "config",
     [{"model_type": "no_such_type"}, {"hidden_size": 32}, tiny_config(num_attention_heads="two")],
 )
-def test_bad_configurations(tokenizer: Path, config: dict[str, Any]) -> None:
+def test_invalid_configurations_are_refused(tokenizer: Path, config: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         load_model("solver", policy(tokenizer, config=config), 0)
     assert caught.value.kind == "model_config_invalid"
     assert caught.value.field == "policies.solver.model.config"
 
 
-def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as caught:
         load_tokenizer("solver", policy(tmp_path / "nothing", config=tiny_config()))
     assert caught.value.kind == "tokenizer_not_found"
@@ -100,7 +102,7 @@ def test_a_model_without_tokenizer_has_none(tokenizer: Path, tmp_path: Path) -> 
         load_tokenizer("solver", policy(tmp_path, path=str(tmp_path)))
 
 
-def test_a_tokenizer_that_does_not_match(tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     large = save_tokenizer(tmp_path, size=80)
     spec = policy(large, config=tiny_config())
     model, tokenizer = load_model("solver", spec, 0), load_tokenizer("solver", spec)
@@ -115,7 +117,7 @@ def test_a_tokenizer_that_does_not_match(tmp_path: Path) -> None:
     assert "79" in error.message
 
 
-def test_learning_rates() -> None:
+def test_learning_rates_follow_their_schedule() -> None:
     flat = OptimizerSpec(lr=1.0)
     assert [learning_rate(flat, k, 4) for k in range(4)] == [1.0] * 4
     warm = OptimizerSpec(lr=1.0, warmup_steps=2, schedule="linear", final_lr_fraction=0.5)
@@ -204,7 +206,7 @@ UNFIT: dict[
 
 @pytest.mark.parametrize("kind", UNFIT)
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_checkpoint_that_is_not_of_its_model_is_refused_by_name(
+def test_a_checkpoint_that_does_not_fit_its_model_is_refused_by_name(
     tokenizer: Path, tmp_path: Path, kind: str, lora: bool
 ) -> None:
     tied, change, values, told, advised = UNFIT[kind]
@@ -228,7 +230,7 @@ def test_a_checkpoint_that_is_not_of_its_model_is_refused_by_name(
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["as_saved", "a_copy_of_the_tied", "other_name", "rotary"])
-def test_checkpoints_that_say_the_same_otherwise_are_read(
+def test_equivalent_checkpoints_with_other_tensors_are_read(
     tokenizer: Path, tmp_path: Path, tied: bool, kind: str
 ) -> None:
     config = tiny_config(tie_word_embeddings=tied)
@@ -273,7 +275,7 @@ def test_checkpoints_of_save_pretrained_are_read_for_every_architecture(
     assert checksum_of(distinct_tensors(read)) == checksum_of(distinct_tensors(made))
 
 
-def test_an_adapter_that_is_not_of_its_model_is_refused_by_name(
+def test_an_adapter_that_does_not_fit_its_model_is_refused_by_name(
     tokenizer: Path, tmp_path: Path
 ) -> None:
     lora = LoraSpec(rank=2, alpha=4)

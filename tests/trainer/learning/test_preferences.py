@@ -114,7 +114,7 @@ def gradient(learner: Learner, rows: Sequence[Row], cuts: Sequence[int]) -> torc
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradient_and_loss_are_those_of_the_papers(
+def test_gradient_and_loss_equal_those_of_the_papers(
     tokenizer: Path, loss: Loss, deterministic: bool
 ) -> None:
     pipeline = {"steps": 10, "queries_per_step": 2, "deterministic": deterministic}
@@ -211,7 +211,7 @@ def test_a_reply_without_the_other_side_changes_nothing(tokenizer: Path) -> None
     assert metrics["samples"] == 5
 
 
-def test_every_update_of_a_step_has_margins_of_its_own(tokenizer: Path) -> None:
+def test_every_update_of_a_step_computes_its_own_margins(tokenizer: Path) -> None:
     pipeline = {"mode": "sync", "steps": 10, "queries_per_step": 2}
     optimizer = {"schedule": "constant", "lr": 1e-3}
     several = learner_of(
@@ -322,7 +322,9 @@ def test_a_job_of_pairs_alone_needs_no_workflow(tokenizer: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_losses_and_gradients_are_those_of_trl(tokenizer: Path, tmp_path: Path, loss: Loss) -> None:
+def test_losses_and_gradients_equal_those_of_trl(
+    tokenizer: Path, tmp_path: Path, loss: Loss
+) -> None:
     """Six steps of AdamW: every loss and norm of a gradient to 1e-5, so that the updates are the
     same, too."""
     try:

@@ -55,7 +55,7 @@ def replayed_logprobs(model: Any, row: Row) -> torch.Tensor:
     ],
     ids=["packed", "many passes", "without trees", "checkpointed"],
 )
-def test_log_probs_and_gradients_are_those_of_the_experts_in_the_rows(
+def test_log_probs_and_gradients_use_the_experts_recorded_in_the_rows(
     tokenizer: Path, how: dict[str, Any]
 ) -> None:
     """A group of rows without experts among them routes for itself."""
@@ -107,7 +107,7 @@ def claimed(routes: np.ndarray[Any, Any] | None, length: int = 4) -> store_pb.Cl
         (np.full((6, 2, 2), 8, np.uint8), "expert 8 of 8"),
     ],
 )
-def test_experts_that_are_not_the_models_are_refused(
+def test_experts_that_the_model_does_not_have_are_refused(
     tokenizer: Path, routes: np.ndarray[Any, Any], why: str
 ) -> None:
     spec = mixture_spec(tokenizer, algorithm={"router_replay": True})
@@ -146,7 +146,7 @@ def test_a_recorded_pass_has_zeros_in_dense_layers() -> None:
     assert recorded.compact().tolist() == [[[0, 0], [2, 3], [0, 0]], [[0, 0], [1, 0], [0, 0]]]
 
 
-def test_the_config_says_what_the_model_does(tokenizer: Path) -> None:
+def test_the_routing_shape_follows_from_the_configuration(tokenizer: Path) -> None:
     spec = mixture_spec(tokenizer)
     routers = Routers.of(model_of(spec))
     assert routers is not None

@@ -42,5 +42,5 @@ def test_a_sequence_over_the_models_limit_is_named(tokenizer: Path) -> None:
     parse_rows([claimed(7)], VOCABULARY)
 
 
-def test_a_model_that_does_not_say_has_no_limit() -> None:
+def test_a_model_without_a_stated_limit_has_none() -> None:
     assert positions_of(object()) == 0

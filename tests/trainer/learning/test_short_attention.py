@@ -88,7 +88,7 @@ def by_definition(
     st.sampled_from([None, 1, 5, 100]),
     st.sampled_from([None, 0.3]),
 )
-def test_short_rows_attend_as_defined(
+def test_attention_of_short_rows_equals_its_definition(
     rows: list[tuple[int, int]],
     heads: tuple[int, int],
     window: int | None,
@@ -107,7 +107,9 @@ def test_short_rows_attend_as_defined(
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
-def test_the_kernel_has_long_rows_and_other_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_computes_long_rows_and_other_precisions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = torch.nn.functional.scaled_dot_product_attention
     calls: list[Any] = []
 

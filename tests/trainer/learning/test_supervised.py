@@ -123,7 +123,7 @@ def test_the_flag_comes_from_the_store_and_survives_a_suspension(tokenizer: Path
         assert "supervised/loss" in learner.apply(0).metrics
 
 
-def test_the_supervised_steps_have_a_schedule_of_their_own(tokenizer: Path) -> None:
+def test_supervised_steps_have_their_own_schedule(tokenizer: Path) -> None:
     shown = {"tasks": {"source": "nowhere:rows"}, "steps": 4, "lr": 0.5}
     optimizer = {"lr": 0.1, "schedule": "linear", "final_lr_fraction": 0.0}
     learner = learner_of(tokenizer, supervised=shown, optimizer=optimizer)
@@ -164,7 +164,7 @@ def test_a_job_of_demonstrations_alone_needs_no_workflow(tokenizer: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_losses_are_those_of_trl(tokenizer: Path, tmp_path: Path) -> None:
+def test_the_losses_equal_those_of_trl(tokenizer: Path, tmp_path: Path) -> None:
     """Six steps of AdamW: every loss to 1e-5, so that the updates are the same, too."""
     try:
         python = reference_python([TRL], tmp_path / "reference")

@@ -88,7 +88,7 @@ def moved(learner: Learner, spec: JobSpec, pool: ParameterPool) -> Learner:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_moved_between_any_two_micro_batches_it_ends_with_the_same_bits(
+def test_a_step_moved_between_any_two_micro_batches_ends_with_the_same_bits(
     tokenizer: Path, variant: str
 ) -> None:
     spec = spec_of(tokenizer, variant)
@@ -110,7 +110,7 @@ def test_moved_between_any_two_micro_batches_it_ends_with_the_same_bits(
         assert bits(still) == bits(travels)
 
 
-def test_a_learner_that_left_holds_no_memory_and_can_come_back(tokenizer: Path) -> None:
+def test_a_suspended_learner_holds_no_memory_and_can_come_back(tokenizer: Path) -> None:
     spec = make_spec(tokenizer)
     learner = make(spec)
     rows = random_rows(learner.model, 1)
@@ -131,7 +131,7 @@ def test_a_learner_that_left_holds_no_memory_and_can_come_back(tokenizer: Path) 
     assert bits(learner) == before
 
 
-def test_memory_that_is_given_back_is_bounded_and_never_shared() -> None:
+def test_kept_memory_is_bounded_and_never_shared() -> None:
     pool = ParameterPool(CPU, limit=64)
     whole = torch.zeros(8)
     pool.give_back([whole, torch.zeros(100), torch.zeros(16)[:8], torch.zeros(4, 2).t()])

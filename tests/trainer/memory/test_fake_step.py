@@ -108,7 +108,7 @@ def check(name: str, job: dict[str, Any], library: Path, directory: Path) -> dic
     return found
 
 
-def test_a_step_on_a_gpu_needs_what_the_model_says(fake_cuda: Path, tmp_path: Path) -> None:
+def test_a_step_on_a_gpu_needs_the_predicted_memory(fake_cuda: Path, tmp_path: Path) -> None:
     """Two layers of Qwen3-0.6B."""
     check("0.6B, 2 layers", values("Qwen3-0.6B", 2), fake_cuda, tmp_path)
 
@@ -133,7 +133,7 @@ def test_weights_are_cast_once_per_update(fake_cuda: Path, tmp_path: Path) -> No
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("trainer", [CHECKPOINTED, KEPT], ids=["checkpointed", "kept"])
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-4B", "Qwen3-14B", "Qwen3-30B-A3B"])
-def test_a_step_of_a_whole_model_needs_what_the_memory_model_says(
+def test_a_step_of_a_whole_model_needs_the_predicted_memory(
     model: str, trainer: dict[str, Any], fake_cuda: Path, tmp_path: Path
 ) -> None:
     """All layers, as if one device had room for them."""
@@ -156,7 +156,7 @@ VARIANTS = {
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_way_to_train_on_a_gpu_needs_what_the_memory_model_says(
+def test_every_way_to_train_on_a_gpu_needs_the_predicted_memory(
     name: str, fake_cuda: Path, tmp_path: Path
 ) -> None:
     """Adapters, moments in host memory, losses over sequences, auxiliary losses of routers."""

@@ -124,7 +124,9 @@ async def test_a_step_updates_on_all_of_its_fragments(
     assert all(torch.isfinite(t).all() for t in load_file(path / "model.safetensors").values())
 
 
-async def test_the_bits_do_not_depend_on_how_fragments_come(stage: TrainingStage) -> None:
+async def test_the_resulting_bits_do_not_depend_on_the_order_of_fragments(
+    stage: TrainingStage,
+) -> None:
     checksums = []
     for size, order in ((32, QUERIES), (1, QUERIES[::-1])):
         spec = spec_of(QMIX, micro_batch_samples=size)
@@ -230,7 +232,7 @@ async def test_an_invalid_fragment_is_refused_by_column(stage: TrainingStage) ->
     assert bad.sample_id in str(caught.value)
 
 
-def test_a_fragment_of_some_agents_names_them(tmp_path: Path) -> None:
+def test_a_fragment_of_a_subset_of_agents_names_them(tmp_path: Path) -> None:
     spec = spec_of()
     network = spec.policies["solver"].network
     assert network is not None
@@ -282,7 +284,9 @@ def test_refusals_of_an_environment_name_the_field_of_the_job(
     assert caught.value.field == field
 
 
-async def test_an_environment_that_cannot_be_made_here_is_refused(stage: TrainingStage) -> None:
+async def test_an_environment_that_cannot_be_made_on_this_machine_is_refused(
+    stage: TrainingStage,
+) -> None:
     spec, trainer = spec_of(), await stage.trainer()
     environment = {"source": "tests.support.arenas:Unmade", "copies": 8}
     with pytest.raises(InvalidArgument) as caught:

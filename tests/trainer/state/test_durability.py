@@ -105,7 +105,7 @@ def quiet() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", list(dying.BEHIND))
-async def test_a_death_between_states_costs_steps_that_are_made_again_bit_by_bit(
+async def test_steps_lost_between_durable_states_are_computed_again_bit_for_bit(
     stage: TrainingStage, store_address: str, quiet: list[str], point: str
 ) -> None:
     if not quiet:
@@ -191,7 +191,7 @@ async def test_a_suspended_policy_goes_on_elsewhere_and_a_lost_one_is_computed_a
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gang", [1, 2])
-async def test_steps_before_a_resume_at_another_rate_are_made_again_at_their_own(
+async def test_steps_before_a_resume_are_computed_again_at_their_own_rate(
     stage: TrainingStage, gang: int
 ) -> None:
     """Also under more steps, which stretch a falling schedule."""
@@ -220,7 +220,7 @@ async def test_steps_before_a_resume_at_another_rate_are_made_again_at_their_own
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-async def test_a_policy_begins_with_weights_and_optimizer_of_other_devices(
+async def test_a_policy_begins_with_weights_and_optimizer_from_other_devices(
     stage: TrainingStage, before: int, after: int
 ) -> None:
     """What one device has learned begins a policy of a gang, and the other way round."""
@@ -253,7 +253,9 @@ async def test_a_policy_begins_with_weights_and_optimizer_of_other_devices(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "minibatches"])
-async def test_other_learners_make_their_steps_again(stage: TrainingStage, kind: str) -> None:
+async def test_learners_of_other_kinds_compute_lost_steps_again(
+    stage: TrainingStage, kind: str
+) -> None:
     changes: dict[str, Any] = {}
     if kind == "lora":
         adapted = lora_spec(stage.tokenizer, ["solver"]).model_dump(mode="json")
@@ -273,7 +275,7 @@ async def test_other_learners_make_their_steps_again(stage: TrainingStage, kind:
 
 
 @pytest.mark.slow
-async def test_a_gang_makes_its_steps_again(stage: TrainingStage) -> None:
+async def test_a_gang_computes_lost_steps_again(stage: TrainingStage) -> None:
     """Its ranks write every third state behind the steps, and rows are kept in between."""
     base = spec_of(stage, pipeline={"deterministic": False}).model_dump(
         mode="json", exclude_unset=True
@@ -372,7 +374,7 @@ async def test_half_written_states_are_ignored_and_swept(stage: TrainingStage) -
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-async def test_weights_that_come_out_otherwise_are_not_passed_off_as_the_committed_ones(
+async def test_weights_that_differ_from_the_committed_ones_are_refused(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
     """As on a device whose sums depend on time. The published weights keep their version; without
@@ -429,7 +431,7 @@ def test_a_copy_shares_no_memory_and_reuses_its_own() -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError("none"), RuntimeError("CUDA error"), OSError(errno.EIO, "broken")]
 )
-async def test_whatever_ends_the_writer_the_next_step_writes_and_the_policy_can_leave(
+async def test_the_next_step_writes_and_the_policy_can_leave_whatever_ended_the_writer(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     trainer = await stage.trainer()
@@ -451,7 +453,7 @@ async def test_whatever_ends_the_writer_the_next_step_writes_and_the_policy_can_
     assert 3 in versions_on_disk(stage)
 
 
-async def test_a_state_is_written_at_once_where_memory_was_taken_since_it_was_counted(
+async def test_a_state_is_written_at_once_when_memory_has_become_short(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five policies may count the same free memory, and pinned memory has limits of its own."""
@@ -478,7 +480,7 @@ async def test_a_state_is_written_at_once_where_memory_was_taken_since_it_was_co
     await trainer.release()
 
 
-async def test_rows_may_be_read_as_long_as_the_step_may_take_that_is_made_of_them(
+async def test_rows_may_be_read_for_as_long_as_their_step_may_take(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of thousands of long rows computes for longer than any fixed limit of a call."""

@@ -86,7 +86,7 @@ async def test_a_cancelled_request_leaves_no_answer_behind() -> None:
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     asking = asyncio.create_task(environment.step({"left": 1}))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # the process is stopped: no answer comes
     asking.cancel()
     await asyncio.wait({asking})
     await until_gone(pid)

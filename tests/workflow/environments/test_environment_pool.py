@@ -52,7 +52,7 @@ async def test_a_pool_lends_processes_again_and_no_more_than_it_may(pool: Enviro
     await second.reset(0)
     third = Hosted(pool)
     waiting = asyncio.create_task(third.reset(0))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # no process is free, however long this takes
     assert not waiting.done()
     pid = first.pid
     await first.close()
