@@ -4,7 +4,6 @@ parts."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import importlib
 import threading
@@ -66,8 +65,6 @@ from troupe.workflow.token_ids import TokenIds
 
 log = structlog.get_logger(__name__)
 
-# Modules of transformers that its Auto classes would otherwise import only with the first model.
-_MODULES: Final = ("modeling_utils", "modeling_layers", "activations", "masking_utils")
 # Ends of trajectories must survive a restart of the store, so only the deadline ends the attempts.
 _STORE_RETRY: Final = RetryPolicy(max_attempts=None)
 
@@ -457,12 +454,8 @@ def warm_up() -> None:
 def _import() -> None:
     try:
         with IMPORTING:
-            transformers = importlib.import_module("transformers")
-        for name in ("AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"):
-            getattr(transformers, name)
-        for name in _MODULES:
-            with contextlib.suppress(ImportError):  # another release imports it with the model
-                importlib.import_module(f"transformers.{name}")
+            importlib.import_module("transformers")
+        importlib.import_module("troupe.checkpoints.model_classes")
         importlib.import_module("services.rollout.engines.embedded")
     except Exception as error:  # the engine that needs them reports it
         log.warning("libraries cannot be imported", error=str(error))

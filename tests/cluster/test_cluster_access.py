@@ -18,8 +18,8 @@ import pytest
 from tests.support.stub_services import write_stub_services
 from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, Client
-from troupe.client.aio import settings_for
 from troupe.client.cli.app import main
+from troupe.client.discovery import settings_for
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.cluster.daemon import start_detached, stop_running
 from troupe.cluster.errors import NotPrivate, TransferDirNotWritable

@@ -65,6 +65,21 @@ def test_a_service_without_models_does_not_import_their_libraries(name: str) -> 
     assert not set(HEAVY) & set(modules)
 
 
+def test_a_worker_does_not_import_scipy_for_losses_of_object_detectors() -> None:
+    names = [one for name in ("rollout-0", "trainer-0") for one in specs(devices="")[name].preload]
+    modules = imported(*names)["modules"]
+    assert isinstance(modules, list)
+    assert {"transformers.loss.loss_for_object_detection", "torch"} <= set(modules)
+    assert "scipy" not in modules
+
+
+@pytest.mark.parametrize("module", ["troupe.client.cli.cluster", "troupe.cluster.__main__"])
+def test_a_cluster_starts_without_the_client_and_the_data_model_of_jobs(module: str) -> None:
+    modules = imported(module)["modules"]
+    assert isinstance(modules, list)
+    assert not {"troupe.client.aio", "troupe.job", "numpy", *HEAVY} & set(modules)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="services are forked on Linux")
 def test_imports_before_a_fork_start_no_thread() -> None:
     names = [module for spec in specs(devices="").values() for module in spec.preload]

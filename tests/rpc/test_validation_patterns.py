@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from troupe.client.aio import check_address
+from troupe.client.discovery import check_address
 from troupe.job import JobSpecError, parse_job
 from troupe.rpc import InvalidArgument
 

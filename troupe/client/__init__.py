@@ -1,23 +1,14 @@
 """The client SDK: submit jobs, watch them, use what they trained. Blocking and asyncio."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from troupe.client.aio import AsyncClient
 from troupe.client.comparison import Comparison
 from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle
-from troupe.client.records.cluster import (
-    Binding,
-    Cluster,
-    Engine,
-    Service,
-    Worker,
-)
-from troupe.client.records.events import (
-    Activity,
-    Event,
-    MetricsLogged,
-    Notice,
-    StateChanged,
-)
+from troupe.client.records.cluster import Binding, Cluster, Engine, Service, Worker
+from troupe.client.records.events import Activity, Event, MetricsLogged, Notice, StateChanged
 from troupe.client.records.functions import (
     Function,
     Invocation,
@@ -48,64 +39,25 @@ from troupe.client.records.populations import (
     Population,
     Slot,
 )
-from troupe.client.records.samples import (
-    Audit,
-    PolicyAudit,
-    Sample,
-    Tables,
-    TableSummary,
-)
+from troupe.client.records.samples import Audit, PolicyAudit, Sample, Tables, TableSummary
 from troupe.client.sync import Client, Functions, JobHandle
 from troupe.installation import refuse_other_troupe
+
+if TYPE_CHECKING:
+    from troupe.client.sdk import *  # noqa: F403
 
 # Also here: the other project's `troupe/__init__.py` replaces ours if it is installed later.
 refuse_other_troupe()
 
-__all__ = [
-    "Activity",
-    "AsyncClient",
-    "AsyncFunctions",
-    "AsyncJobHandle",
-    "Audit",
-    "Binding",
-    "Checkpoint",
-    "Client",
-    "Cluster",
-    "Comparison",
-    "Engine",
-    "Event",
-    "Function",
-    "Functions",
-    "Generation",
-    "Invocation",
-    "InvocationFailed",
-    "InvocationProgress",
-    "Job",
-    "JobCancelled",
-    "JobFailed",
-    "JobHandle",
-    "JobState",
-    "LogLine",
-    "Match",
-    "Member",
-    "MemberRating",
-    "MetaStrategy",
-    "MetricsLogged",
-    "MetricsRow",
-    "Notice",
-    "PayoffCell",
-    "PolicyAudit",
-    "Pool",
-    "Population",
-    "Result",
-    "Sample",
-    "Service",
-    "Slot",
-    "StateChanged",
-    "TableSummary",
-    "Tables",
-    "Trajectory",
-    "Turn",
-    "Version",
-    "Worker",
-]
+
+def __getattr__(name: str) -> Any:
+    # Commands that call no cluster, such as `troupe up`, start in half the time without the client.
+    if name == "__all__" or not name.startswith("_"):
+        sdk = import_module(f"{__name__}.sdk")
+        if name == "__all__" or name in sdk.__all__:
+            return getattr(sdk, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -2,101 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import SecretStr
 
 from troupe.client.comparison import Comparison
+from troupe.client.discovery import resolve_address, settings_for
 from troupe.client.functions import AsyncFunctions, with_code
-from troupe.client.handle import AsyncJobHandle, Spec, given_text, paged, read_spec
+from troupe.client.handle import AsyncJobHandle, Spec, given_text, paged, read_spec, refuse_one_text
+from troupe.client.records import Cluster, Job, JobState
 from troupe.client.records.cluster import Cluster
-from troupe.client.records.jobs import (
-    Job,
-    JobState,
-)
-from troupe.cluster.errors import NoCluster
-from troupe.cluster.settings import DEFAULT_DATA_DIR, require_utf8
-from troupe.cluster.state import running_state, token_path
+from troupe.client.records.jobs import Job, JobState
 from troupe.rpc.channel import connect
-from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.rpc.ids import new_id
 from troupe.rpc.settings import ClientSettings
-from troupe.rpc.tokens import is_loopback_address, local_token, read_token
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 from troupe.v1 import reward_pb2_grpc as reward_grpc
-
-ADDRESS_VARIABLE = "TROUPE_ORCHESTRATOR_ADDRESS"
-DATA_DIR_VARIABLE = "TROUPE_DATA_DIR"
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):([0-9]{1,5})")
-
-
-def data_directory(given: Path | None = None) -> Path:
-    """Return the data directory as an absolute path: `given`, else `TROUPE_DATA_DIR`, else `runs`
-    in the working directory. Raises `NotUtf8`."""
-    chosen = given or Path(os.environ.get(DATA_DIR_VARIABLE) or DEFAULT_DATA_DIR)
-    return require_utf8(chosen.expanduser().absolute())
-
-
-def resolve_address(given: str | None = None, data_dir: Path | None = None) -> str:
-    """Return the orchestrator's "host:port".
-
-    It is `given`, else `TROUPE_ORCHESTRATOR_ADDRESS`, else the address of the embedded cluster that
-    runs in the data directory. Raises `InvalidArgument` or `NoCluster`.
-    """
-    address = given or os.environ.get(ADDRESS_VARIABLE)
-    if address:
-        return check_address(address)
-    directory = data_directory(data_dir)
-    state = running_state(directory)
-    if state is None:
-        raise NoCluster(directory)
-    return state.orchestrator_address
-
-
-def settings_for(address: str, data_dir: Path | None = None) -> ClientSettings:
-    """Return the default client settings for the orchestrator at `address`, read from `TROUPE_*`.
-
-    For an embedded cluster of this user, the token comes from its data directory and TLS is off,
-    whatever `TROUPE_*` say. Raises `InvalidArgument`.
-    """
-    settings = ClientSettings.of_environment()
-    token = local_token(address)
-    if token is None:
-        if not _runs_in(directory := data_directory(data_dir), address):
-            return settings
-        token = read_token(token_path(directory)) or settings.token
-    return settings.model_copy(
-        update={"token": token, "tls_ca": None, "tls_cert": None, "tls_key": None}
-    )
-
-
-def _runs_in(directory: Path, address: str) -> bool:
-    """Return whether the cluster that runs in `directory` has its orchestrator at `address`."""
-    if not is_loopback_address(address):
-        return False
-    try:
-        state = running_state(directory)
-    except TroupeError:  # the address is given, so an unreadable data directory does not matter
-        return False
-    return state is not None and state.orchestrator_address == address
-
-
-def check_address(address: str) -> str:
-    """Return `address`. Raises `InvalidArgument` when it is not host:port."""
-    match = _ADDRESS.fullmatch(address)
-    if match is None or not 0 < int(match.group(2)) < 65536:
-        raise InvalidArgument(
-            "is not an address",
-            field="address",
-            value=address,
-            remedy="Give the orchestrator's host:port, for example 127.0.0.1:50051 or [::1]:50051.",
-        )
-    return address
 
 
 class AsyncClient:
@@ -161,6 +84,7 @@ class AsyncClient:
         `troupe.job.JobSpecError` for an invalid specification, and `InvalidArgument` for functions
         or rows that cannot be sent.
         """
+        refuse_one_text(tags, "tags")
         read = read_spec(spec, overrides)
         job = await with_code(self._reward, read)
         request = orchestrator_pb.SubmitJobRequest(

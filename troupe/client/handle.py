@@ -185,6 +185,8 @@ class AsyncJobHandle:
 
         At most 32 tags of 64 characters, and 4,000 characters of notes.
         """
+        refuse_one_text(add_tags, "add_tags")
+        refuse_one_text(remove_tags, "remove_tags")
         request = orchestrator_pb.AnnotateJobRequest(
             request_id=new_id("annotate"),
             job_id=self.id,
@@ -532,6 +534,18 @@ def given_text(
         for path, one in overrides.items()
     )
     return f"{text.rstrip()}\n\n# Changed when it was submitted:\n{changes}"
+
+
+def refuse_one_text(given: object, field: str) -> None:
+    """Raise `InvalidArgument` for a text in place of a list of texts: it would count as the list of
+    its characters."""
+    if isinstance(given, str):
+        raise InvalidArgument(
+            "is one text, not a list of them",
+            field=field,
+            value=given,
+            remedy=f"Give [{given!r}].",
+        )
 
 
 def _is_text(spec: str | Path) -> TypeGuard[str]:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from troupe.devices import Device
-from troupe.job import JobSpec
-from troupe.job.automatic import Decision, JobDevices, decide, devices_per_trainer
-from troupe.job.sizing import shapes_of
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.devices import (
     DeviceHost,
@@ -25,6 +23,10 @@ from troupe.scheduling.devices import (
     plan,
     split,
 )
+
+if TYPE_CHECKING:
+    from troupe.job import JobSpec
+    from troupe.job.automatic import Decision, JobDevices
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,10 @@ def fill(
 ) -> tuple[NodeShares, Decision]:
     """Return the shares with which a machine's devices are all used by a job alone, and the numbers
     that the job then has for `replicas: auto` and `gang: auto`. Blocking; raises like `assign`."""
+    # The data model of jobs is slow to import, and a cluster starts without it.
+    from troupe.job.automatic import decide, devices_per_trainer
+    from troupe.job.sizing import shapes_of
+
     shapes = shapes_of(spec)
     single = replace(shares, devices_per_trainer=1)
     there = _of_job(assign(devices, single))
@@ -119,6 +125,8 @@ def fill(
 
 def _of_job(given: NodeDevices) -> JobDevices:
     """Return what a job alone finds of these devices."""
+    from troupe.job.automatic import JobDevices
+
     rollouts, trainers = (
         [[one for one in some if one.device_class.lower() != "cpu"] for some in workers]
         for workers in (given.rollouts, given.trainers)

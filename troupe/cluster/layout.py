@@ -66,8 +66,13 @@ _PRELOAD: Mapping[str, tuple[str, ...]] = {
     "reward": ("services.reward.server",),
     "orchestrator": ("uvloop", "services.orchestrator.server"),
     "control_panel": ("services.control_panel.app",),
-    "rollout": ("torch", "services.rollout.server", "services.rollout.engines.embedded"),
-    "trainer": ("torch", "services.trainer.server"),
+    "rollout": (
+        "torch",
+        "services.rollout.server",
+        "troupe.checkpoints.model_classes",
+        "services.rollout.engines.embedded",
+    ),
+    "trainer": ("torch", "troupe.checkpoints.model_classes", "services.trainer.server"),
 }
 _COPIES = "TROUPE_TRAINER_STATE_REPLICAS"
 # The services whose addresses others need, in the order of `HeadAddresses`.

@@ -22,10 +22,10 @@ import typer
 from rich.console import Console
 
 import troupe
-from troupe.client.aio import data_directory
 from troupe.client.cli import options
 from troupe.client.cli.failures import Interrupted, Interrupts
 from troupe.client.cli.train import open_session
+from troupe.client.discovery import data_directory
 from troupe.demo import ending_in_a_line
 from troupe.rpc.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 

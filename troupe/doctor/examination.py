@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING
 
 from troupe.devices import find_devices
 from troupe.doctor import host, interpreters
 from troupe.doctor.findings import Finding, Verdict
 from troupe.doctor.interpreters import NoEnvironment
 from troupe.doctor.sandboxes import sandboxes
-from troupe.job import JobSpec
-from troupe.job.automatic import launched_policies
-from troupe.job.engines import KINDS
-from troupe.job.loading import FieldProblem
 from troupe.rpc import InvalidArgument
 
-# Environment variables that name the interpreter of an inference server, by kind of server.
-SERVERS: Final = {kind.name: kind.python_variable for kind in KINDS.values() if kind.is_server}
+if TYPE_CHECKING:
+    from troupe.job import JobSpec
+    from troupe.job.loading import FieldProblem
 
 
 def quick_checks(environment: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -32,8 +29,8 @@ def quick_checks(environment: Mapping[str, str] = os.environ) -> list[Finding]:
         *host.limits(),
         *host.network(environment),
     ]
-    named, devices = _named(environment), _count(environment)
-    if named and devices:
+    devices = _count(environment)
+    if devices and (named := _named(environment)):
         own = interpreters.running_environment()
         found += asyncio.run(interpreters.servers(named, own, devices))
     return [one for one in found if one.verdict is Verdict.PROBLEM]
@@ -41,11 +38,11 @@ def quick_checks(environment: Mapping[str, str] = os.environ) -> list[Finding]:
 
 def _named(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the interpreters of inference servers that variables name, by kind."""
-    return {
-        kind: environment[variable]
-        for kind, variable in SERVERS.items()
-        if environment.get(variable)
-    }
+    # Not for a start without devices: the data model of jobs is slow to import.
+    from troupe.job.engines import KINDS
+
+    variables = {kind.name: kind.python_variable for kind in KINDS.values() if kind.is_server}
+    return {kind: environment[name] for kind, name in variables.items() if environment.get(name)}
 
 
 def _count(environment: Mapping[str, str]) -> int:
@@ -87,6 +84,10 @@ async def examine(
 def examine_servers(spec: JobSpec, devices: int) -> tuple[list[FieldProblem], list[Finding]]:
     """Check the environments of the servers that a job launches, if it runs on this host: faults of
     policies whose environment has no server, and findings that make its jobs slow or fail."""
+    from troupe.job.automatic import launched_policies
+    from troupe.job.engines import KINDS
+    from troupe.job.loading import FieldProblem
+
     launched = {
         name: (KINDS[one.engine.kind], one.engine.python)
         for name, one in launched_policies(spec).items()

@@ -23,18 +23,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from troupe.doctor.findings import Finding, good, note, problem
-from troupe.job.engines import KINDS
 
 # A cold disk and a large environment: importing torch alone may take tens of seconds.
 _SECONDS: Final = 180.0
-_PACKAGES: Final = (
-    "torch",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "vllm",
-    "transformers",
-    *(kind.name for kind in KINDS.values() if kind.is_server),
-)
+_PACKAGES: Final = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "vllm", "transformers")
 OWN_PATHS: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP")
 """Variables of a process that change which packages an interpreter finds: other environments do not
 inherit them."""
@@ -93,11 +85,19 @@ class Environment:
         return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
+def _packages() -> list[str]:
+    """Return the packages that matter: those of `_PACKAGES`, and the inference servers."""
+    # The data model of jobs is slow to import, and most starts of workers check no environment.
+    from troupe.job.engines import KINDS
+
+    return [*_PACKAGES, *(kind.name for kind in KINDS.values() if kind.is_server)]
+
+
 @functools.cache
 def running_environment() -> Environment:
     """Return what the environment of this process has, from its metadata."""
     found = {}
-    for name in _PACKAGES:
+    for name in _packages():
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return Environment(sys.executable, platform.python_version(), found)
@@ -113,7 +113,7 @@ async def read_environment(interpreter: str, *, with_devices: bool = False) -> E
     `with_devices`: import its torch and let it initialise CUDA. Raises `NoEnvironment`.
     """
     path = _program(interpreter)
-    arguments = ("-c", _LOOK, json.dumps(_PACKAGES), str(int(with_devices)))
+    arguments = ("-c", _LOOK, json.dumps(_packages()), str(int(with_devices)))
     try:
         process = await asyncio.create_subprocess_exec(
             path,
@@ -203,6 +203,8 @@ def torch_of(own: Environment, devices: int, driver_cuda: tuple[int, int] | None
 
 def server_of(kind: str, found: Environment, own: Environment, devices: int) -> list[Finding]:
     """Check the environment of an inference server (`kind`: sglang, vllm) against the trainer's."""
+    from troupe.job.engines import KINDS
+
     version = found.packages.get(kind)
     if version is None:
         return [

@@ -36,15 +36,8 @@ _HUB_REMEDY = (
 
 
 def import_transformers() -> None:
-    """Import transformers, which takes seconds, before the first policy is bound.
-
-    The Auto classes are lazy: modules that every architecture needs are imported here too.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-    for module in ("modeling_utils", "modeling_layers", "activations", "masking_utils"):
-        with contextlib.suppress(ImportError):  # not in this release of transformers
-            importlib.import_module(f"transformers.{module}")
+    """Import transformers, which takes seconds, before the first policy is bound."""
+    importlib.import_module("troupe.checkpoints.model_classes")
 
 
 def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:

@@ -66,6 +66,18 @@ def read(cache: Tokens, slot: Any, count: int) -> None:
     slot.read = min(slot.read + count, len(slot.ids))
 
 
+def test_turns_of_new_weights_use_the_memory_of_those_before() -> None:
+    cache = Tokens()
+    allocator = SlotAllocator(cache)  # type: ignore[arg-type]
+    for version in range(3):
+        allocator.assign([turn([version, 1]), turn([version, 2])])
+        assert sorted(allocator.busy) == [0, 1], version
+        for slot in list(allocator.busy.values()):
+            read(cache, slot, 2)
+            allocator.end(slot)
+        allocator.forget()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_slot_holds_the_tokens_that_it_says(seed: int) -> None:

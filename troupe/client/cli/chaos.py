@@ -16,11 +16,11 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from troupe.client.aio import data_directory
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED, Interrupted, Interrupts
 from troupe.client.cli.options import duration, make_table
 from troupe.client.cli.specification import load_with
+from troupe.client.discovery import data_directory
 from troupe.rpc.errors import FailedPrecondition
 from troupe.workflow.loading import add_working_directory
 

@@ -16,7 +16,6 @@ from typing import Any, Self, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from troupe.job import JobSpecError
 from troupe.rpc.addresses import without_secrets
 from troupe.rpc.errors import AlreadyExists, InvalidArgument, NotFound, TroupeError
 
@@ -44,9 +43,11 @@ _FILE_ERRORS = {
 
 def explain(error: BaseException) -> tuple[list[str], int]:
     """Return lines for stderr, one per problem, and the exit status."""
+    # Without the data model of jobs, which most commands do not import, there is no such error.
+    loading: Any = sys.modules.get("troupe.job.loading")
+    if loading is not None and isinstance(error, loading.JobSpecError):
+        return [_line(str(problem)) for problem in error.problems], BAD_INPUT  # type: ignore[attr-defined]
     match error:
-        case JobSpecError():
-            return [_line(str(problem)) for problem in error.problems], BAD_INPUT
         case TroupeError():
             return [_line(str(error))], BAD_INPUT if isinstance(error, _INPUT_ERRORS) else FAILED
         case typer.Exit():

@@ -10,7 +10,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -27,19 +27,20 @@ from rich.progress import (
 from rich.progress import Progress as BytesProgress
 from rich.table import Table
 
-from troupe.checkpoints.merging import ByteBar
-from troupe.client.aio import (
+from troupe.client.discovery import (
     ADDRESS_VARIABLE,
-    AsyncClient,
     data_directory,
     resolve_address,
     settings_for,
 )
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import running_state
-from troupe.job.loading import SPEC_FILE
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from troupe.checkpoints.merging import ByteBar
+    from troupe.client.aio import AsyncClient
 
 T = TypeVar("T")
 # Long enough for a restart of the orchestrator, short enough for a user with a mistyped address.
@@ -258,6 +259,8 @@ def call(
     address: str | None, data_dir: Path | None, use: Callable[[AsyncClient], Awaitable[T]]
 ) -> T:
     """Run `use(client)` on the cluster at `address`, else on the one that runs in `data_dir`."""
+    # Not for commands that call no cluster: the client takes half a second to import.
+    from troupe.client.aio import AsyncClient
 
     async def run() -> T:
         target = resolve_address(address, data_dir)
@@ -274,6 +277,8 @@ def stopped_job(job_id: str, address: str | None, data_dir: Path | None) -> Path
     root = data_directory(data_dir)
     if address or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
         return None
+    from troupe.job.loading import SPEC_FILE  # slow to import
+
     # An id has no separator: it does not lead out of the data directory.
     directory = root / Path(job_id).name
     return directory if (directory / SPEC_FILE).is_file() else None

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from troupe.client.aio import AsyncClient, check_address, settings_for
+from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.display import (
     Display,
@@ -25,6 +25,7 @@ from troupe.client.cli.display import (
 )
 from troupe.client.cli.failures import FAILED, Interrupted, Interrupts
 from troupe.client.cli.specification import load_with, parse_assignments
+from troupe.client.discovery import check_address, settings_for
 from troupe.client.handle import AsyncJobHandle, given_text
 from troupe.client.program import ProgramJob
 from troupe.client.records.jobs import (

@@ -1,4 +1,5 @@
-"""`troupe workflow try`: run a workflow without a cluster, by stand-ins or by real models."""
+"""`troupe workflow try`: run a workflow without a cluster, by stand-ins or by real models.
+`troupe environment check`: check an environment against its interface."""
 
 from __future__ import annotations
 
@@ -17,16 +18,18 @@ from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
 from troupe.checkpoints.retention import choose, only_policy
-from troupe.client.aio import AsyncClient, data_directory
+from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.options import call, score, shortened
+from troupe.client.discovery import data_directory
 from troupe.job import JobSpec
 from troupe.outcomes import described
-from troupe.rpc.errors import InvalidArgument
+from troupe.rpc.errors import Internal, InvalidArgument
 from troupe.user_code import call_contained, interruptible
 from troupe.workflow.agent import UNAWAITED
 from troupe.workflow.errors import EntrypointError, WorkflowError, as_invalid_argument
@@ -35,7 +38,7 @@ from troupe.workflow.trying.policies import EchoPolicy, Policy, RandomPolicy, Sc
 from troupe.workflow.trying.rehearsal import Rehearsal, Rehearsed, explain, groups_of
 from troupe.workflow.trying.setting import ANY, Setting, open_setting
 from troupe.workflow.turns import TurnRecord
-from troupe.yaml_input import UnreadableText, read_file, read_json_object, read_text
+from troupe.yaml_input import UnreadableText, read_file, read_json_object, read_text, read_value
 
 app = typer.Typer(help="Write workflows.", no_args_is_help=True)
 
@@ -439,3 +442,75 @@ def print_totals(
 
 def _block(text: str) -> str:
     return "\n".join(f"    {line}" for line in shortened(text).splitlines() or [""])
+
+
+environment_app = typer.Typer(help="Check environments.", no_args_is_help=True)
+
+
+@environment_app.command()
+def check(
+    entrypoint: Annotated[
+        str, typer.Argument(metavar="MODULE:ATTRIBUTE", help="Class or factory of environments.")
+    ],
+    args: Annotated[
+        list[str] | None,
+        typer.Option("--arg", metavar="NAME=VALUE", help="Argument of the factory, as YAML."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 5,
+    first_seed: Annotated[int, typer.Option(help="Seed of the first episode.")] = 0,
+) -> None:
+    """Check an environment against the whole interface; exit status 1 when it breaks a rule.
+
+    For example: troupe environment check
+    troupe.workflow.environments.adapters.openspiel:OpenSpiel --arg game=kuhn_poker
+    """
+    # Imports numpy and the environment's own packages, which other commands do not need.
+    from troupe.workflow.environments.conformance import check as conform
+    from troupe.workflow.environments.host import open_environment
+    from troupe.workflow.errors import EntrypointError, WorkflowError
+    from troupe.workflow.loading import add_working_directory
+
+    add_working_directory()
+    given = _arguments(args or [])
+    try:  # an environment that cannot be made is an error of the input, not a broken promise
+        open_environment(entrypoint, given, "entrypoint").close()
+    except WorkflowError as error:
+        refused = InvalidArgument if isinstance(error, EntrypointError) else Internal
+        raise refused(
+            error.message,
+            kind=error.kind,
+            field=error.field,
+            value=error.value,
+            remedy=error.remedy,
+        ) from error
+    report = conform(
+        lambda: open_environment(entrypoint, given, "entrypoint"),
+        seeds=range(first_seed, first_seed + seeds),
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    for line in str(report).splitlines():
+        style = "red" if line.lstrip().startswith("BROKEN") else None
+        console.print(escape(line), style=style)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _arguments(given: list[str]) -> dict[str, Any]:
+    """Parse assignments of the form `name=value`, the value in YAML. Raises `InvalidArgument`."""
+    arguments = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        try:
+            if not equals or not name.isidentifier():
+                raise ValueError("it is not of the form NAME=VALUE")
+            arguments[name] = read_value(value, "its value")
+        except ValueError as error:
+            shown = text if len(text) <= 80 else f"{text[:77]}..."
+            raise InvalidArgument(
+                f"--arg {shown}: {error}",
+                kind="bad_argument",
+                field="--arg",
+                value=text,
+                remedy="Give --arg NAME=VALUE, the value in YAML.",
+            ) from error
+    return arguments

@@ -20,10 +20,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from troupe.client.aio import AsyncClient, data_directory
+from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.options import call, make_table, number
 from troupe.client.comparison import Comparison
+from troupe.client.discovery import data_directory
 from troupe.client.handle import AsyncJobHandle, frame_of
 from troupe.client.records.events import (
     Activity,
