@@ -11,7 +11,6 @@ from troupe.client.comparison import Comparison
 from troupe.client.discovery import resolve_address, settings_for
 from troupe.client.functions import AsyncFunctions, with_code
 from troupe.client.handle import AsyncJobHandle, Spec, given_text, paged, read_spec, refuse_one_text
-from troupe.client.records import Cluster, Job, JobState
 from troupe.client.records.cluster import Cluster
 from troupe.client.records.jobs import Job, JobState
 from troupe.rpc.channel import connect

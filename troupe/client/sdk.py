@@ -4,7 +4,41 @@ from troupe.client.aio import AsyncClient
 from troupe.client.comparison import Comparison
 from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle
-from troupe.client.population_records import (
+from troupe.client.records.cluster import (
+    Binding,
+    Cluster,
+    Engine,
+    Service,
+    Worker,
+)
+from troupe.client.records.events import (
+    Activity,
+    Event,
+    MetricsLogged,
+    Notice,
+    StateChanged,
+)
+from troupe.client.records.functions import (
+    Function,
+    Invocation,
+    InvocationFailed,
+    InvocationProgress,
+    LogLine,
+)
+from troupe.client.records.jobs import (
+    Checkpoint,
+    Generation,
+    Job,
+    JobCancelled,
+    JobFailed,
+    JobState,
+    MetricsRow,
+    Result,
+    Trajectory,
+    Turn,
+    Version,
+)
+from troupe.client.records.populations import (
     Match,
     Member,
     MemberRating,
@@ -14,38 +48,12 @@ from troupe.client.population_records import (
     Population,
     Slot,
 )
-from troupe.client.records import (
-    Activity,
+from troupe.client.records.samples import (
     Audit,
-    Binding,
-    Checkpoint,
-    Cluster,
-    Engine,
-    Event,
-    Function,
-    Generation,
-    Invocation,
-    InvocationFailed,
-    InvocationProgress,
-    Job,
-    JobCancelled,
-    JobFailed,
-    JobState,
-    LogLine,
-    MetricsLogged,
-    MetricsRow,
-    Notice,
     PolicyAudit,
-    Result,
     Sample,
-    Service,
-    StateChanged,
     Tables,
     TableSummary,
-    Trajectory,
-    Turn,
-    Version,
-    Worker,
 )
 from troupe.client.sync import Client, Functions, JobHandle
 

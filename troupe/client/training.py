@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rich.console import Console
 
-from troupe.client.aio import (
+from troupe.client.discovery import (
     ADDRESS_VARIABLE,
     data_directory,
     resolve_address,

@@ -26,7 +26,7 @@ from troupe.doctor.examination import quick_checks
 from troupe.rpc import TroupeError
 
 if TYPE_CHECKING:
-    from troupe.client.records import Binding, Cluster, Service
+    from troupe.client.records.cluster import Binding, Cluster, Service
 
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Start in the background and return.")]
 
@@ -270,7 +270,7 @@ def _print_devices(console: Console, cluster: Cluster) -> None:
 
 def _print_decided(console: Console, state: ClusterState) -> None:
     """Print the numbers of engines and the gangs that running jobs have for `auto`."""
-    from troupe.client.records import JobState  # as above
+    from troupe.client.records.jobs import JobState  # as above
     from troupe.client.sync import Client
     from troupe.job.automatic import AUTOMATIC
 

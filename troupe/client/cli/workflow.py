@@ -29,7 +29,7 @@ from troupe.client.cli.options import call, score, shortened
 from troupe.client.discovery import data_directory
 from troupe.job import JobSpec
 from troupe.outcomes import described
-from troupe.rpc.errors import Internal, InvalidArgument
+from troupe.rpc.errors import Internal, InvalidArgument, recast
 from troupe.user_code import call_contained, interruptible
 from troupe.workflow.agent import UNAWAITED
 from troupe.workflow.errors import EntrypointError, WorkflowError, as_invalid_argument
@@ -476,13 +476,7 @@ def check(
         open_environment(entrypoint, given, "entrypoint").close()
     except WorkflowError as error:
         refused = InvalidArgument if isinstance(error, EntrypointError) else Internal
-        raise refused(
-            error.message,
-            kind=error.kind,
-            field=error.field,
-            value=error.value,
-            remedy=error.remedy,
-        ) from error
+        raise recast(error, refused) from error
     report = conform(
         lambda: open_environment(entrypoint, given, "entrypoint"),
         seeds=range(first_seed, first_seed + seeds),
