@@ -65,8 +65,14 @@ def run(project: Project, ending: str) -> str:
 
 
 def test_a_program_shows_progress_gets_the_result_and_leaves_nothing(project: Project) -> None:
-    out = run(project, "result = go()\nprint(result.before, result.after, len(result.checkpoints))")
+    ending = """
+result = go(tags=["baseline"], notes="of the paper")
+print(result.job.tags, result.job.notes)
+print(result.before, result.after, len(result.checkpoints))
+"""
+    out = run(project, ending)
     assert "\nstep 1/2 | reward solver 0.500" in out
+    assert "\n('baseline',) of the paper\n" in out
     assert out.endswith("{'team_success': 0.25} {'team_success': 0.875} 1\n"), out[-300:]
     assert project.gone()
 
@@ -100,12 +106,14 @@ def test_an_interrupt_pauses_the_job_and_stops_the_cluster(project: Project) -> 
 
 
 def test_without_waiting_a_handle_is_returned_and_the_cluster_stays(project: Project) -> None:
-    job_id = run(project, "print(go(wait=False).id)").strip()
+    ending = "print(go(wait=False, tags=['first', 'lr'], notes='with the checker').id)"
+    job_id = run(project, ending).strip()
     state = running_state(project.runs)
     assert state is not None
     with Client(state.orchestrator_address) as client:
         result = client.job(job_id).result(timeout=PATIENCE)
     assert result.after["team_success"] == 0.875
+    assert (result.job.tags, result.job.notes) == (("first", "lr"), "with the checker")
 
 
 @pytest.mark.parametrize(
@@ -116,3 +124,8 @@ def test_held_out_rows_that_are_none_are_refused(tasks: Any, held_out: float, me
     with pytest.raises(InvalidArgument, match=message) as caught:
         train(workflow="a:b", tasks=tasks, agents={}, policies={}, steps=1, held_out=held_out)
     assert caught.value.field == "held_out"
+
+
+def test_one_text_in_place_of_a_list_of_tags_is_refused_before_a_cluster_starts() -> None:
+    with pytest.raises(InvalidArgument, match=r"tags.*Give \['baseline'\]"):
+        train(workflow="a:b", tasks=[], agents={}, policies={}, steps=1, tags="baseline")

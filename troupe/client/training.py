@@ -17,6 +17,7 @@ from troupe.client.discovery import (
     resolve_address,
     settings_for,
 )
+from troupe.client.handle import refuse_one_text
 from troupe.client.program import ProgramJob, is_rows, job_of_program, name_of
 from troupe.client.records.jobs import Result
 from troupe.client.sync import Client, JobHandle, LoopThread
@@ -45,6 +46,8 @@ def train(
     queries_per_step: int = 32,
     group_size: int = 8,
     name: str | None = None,
+    tags: Sequence[str] = (),
+    notes: str = "",
     wait: Literal[True] = True,
     show: bool = True,
     address: str | None = None,
@@ -64,6 +67,8 @@ def train(
     queries_per_step: int = 32,
     group_size: int = 8,
     name: str | None = None,
+    tags: Sequence[str] = (),
+    notes: str = "",
     wait: Literal[False],
     show: bool = True,
     address: str | None = None,
@@ -82,6 +87,8 @@ def train(
     queries_per_step: int = 32,
     group_size: int = 8,
     name: str | None = None,
+    tags: Sequence[str] = (),
+    notes: str = "",
     wait: bool = True,
     show: bool = True,
     address: str | None = None,
@@ -99,6 +106,7 @@ def train(
     a job, such as `tools={"score": score}`; where a job file names a function, they may have the
     function itself. Functions, their modules and rows are sent with the job as source text;
     `code={"include": [...]}` names the files in place of the modules found by their imports.
+    `tags` (short words) and `notes` are for people, as in `Client.submit`.
 
     With `wait`, show progress (unless `show` is False), block until the job has ended, and return
     its result. Ctrl-C, or a notebook's interrupt, pauses the job and raises KeyboardInterrupt.
@@ -112,6 +120,7 @@ def train(
     Raises `InvalidArgument` for a function or row that cannot be sent, `troupe.job.JobSpecError`
     for an invalid job, `JobFailed` and `JobCancelled`.
     """
+    refuse_one_text(tags, "tags")
     if held_out is not None:
         rows = tasks.get("rows") if isinstance(tasks, Mapping) else tasks
         if not is_rows(rows):
@@ -146,11 +155,22 @@ def train(
             "pipeline": pipeline | dict(fields.get("pipeline", {})),
         }
     )
-    return run(job, wait=wait, show=show, address=address, cluster=cluster, keep_up=keep_up)
+    return _run(
+        job,
+        tags,
+        notes,
+        wait=wait,
+        show=show,
+        address=address,
+        cluster=cluster,
+        keep_up=keep_up,
+    )
 
 
-def run(
+def _run(
     job: JobSpec | ProgramJob,
+    tags: Sequence[str],
+    notes: str,
     *,
     wait: bool,
     show: bool,
@@ -174,7 +194,8 @@ def run(
         if address is None and running_state(settings.data_dir) is None:
             start_detached(settings)
         target = resolve_address(address, settings.data_dir)
-        return Client(target, settings=settings_for(target, settings.data_dir)).submit(job)
+        client = Client(target, settings=settings_for(target, settings.data_dir))
+        return client.submit(job, tags=tags, notes=notes)
     plan = TrainPlan(
         spec=job,
         job_id=None,
@@ -183,6 +204,8 @@ def run(
         keep_up=keep_up,
         grace=20.0,
         settings=settings,
+        tags=tags,
+        notes=notes,
     )
     if show:
         return _train(plan, Console())
