@@ -13,7 +13,7 @@ from troupe.rpc import new_id
 
 
 class MortalLife:
-    """Groups of two; a repeated call finds another process."""
+    """A life of groups of two; a repeated call finds another process."""
 
     def __init__(
         self,

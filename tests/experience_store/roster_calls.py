@@ -26,7 +26,7 @@ class AbandonedError(Exception):
 
 
 class RosterCalls(RuleBasedStateMachine):
-    """Make a call that may kill the store, and apply it to the model."""
+    """Makes calls that may kill the store, and applies them to the model."""
 
     url = ""
     stage: Stage
@@ -56,7 +56,7 @@ class RosterCalls(RuleBasedStateMachine):
         *,
         drops: bool = False,
     ) -> tuple[T, bool]:
-        """The reply of a call, and whether it was repeated because the store died.
+        """Return the reply of a call, and whether it was repeated because the store died.
 
         With `drops` the caller may be gone too: then it raises `AbandonedError`.
         """
@@ -81,7 +81,7 @@ class RosterCalls(RuleBasedStateMachine):
         return [(name, table) for step in self.job.steps for name, table in step.tables.items()]
 
     def running(self) -> list[tuple[int, str]]:
-        """Queries, by every step that ever had them, that have trajectories to end."""
+        """Return queries with trajectories to end, by every step that ever had them."""
         return [
             (step.number, query)
             for step in self.job.steps
@@ -90,7 +90,7 @@ class RosterCalls(RuleBasedStateMachine):
         ]
 
     def unended(self, number: int, query: str) -> list[str]:
-        """Trajectories without a reported ending, whether it still counts or not."""
+        """Return trajectories without a reported ending, whether it still counts or not."""
         home = self.job.home(number, query)
         names = (f"{query}-t{index}" for index in range(home.size))
         return [name for name in names if name not in home.ended]
@@ -104,7 +104,7 @@ class RosterCalls(RuleBasedStateMachine):
         ]
 
     def trainable(self) -> list[tuple[Step, str]]:
-        """Steps that may be committed now: every policy commits in order."""
+        """Return the steps that may be committed now: every policy commits in order."""
         found = []
         for policy in POLICIES:
             left = [s for s in self.job.steps if s.tables[policy].committed is None]
@@ -113,7 +113,7 @@ class RosterCalls(RuleBasedStateMachine):
         return found
 
     def settle(self, data: st.DataObject | None = None) -> None:
-        """The next caller completes the decision."""
+        """Let the next caller complete the decision."""
         self.lagging = False
         for step in self.job.steps:
             self.do(self.stage.store.steps.settle(self.stage.job, step.number))

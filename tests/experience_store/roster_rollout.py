@@ -129,7 +129,7 @@ class RosterRollout(RosterCalls):
                 self.appended[policy] |= set(lines)
 
     def check_group(self, home: Step, query: str, *, expected: bool) -> None:
-        """Every ending of a trajectory returns whether its group is complete."""
+        """Check that every ending of a trajectory returns whether its group is complete."""
         appended = self.stage.appended
         assert appended is not None
         if expected:

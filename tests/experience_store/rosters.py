@@ -9,7 +9,7 @@ from troupe.rpc import FailedPrecondition
 
 
 async def refused(call: object) -> tuple[str, str]:
-    """Kind and field of the refusal."""
+    """Return kind and field of the refusal."""
     with pytest.raises(FailedPrecondition) as error:
         await call  # type: ignore[misc]
     assert error.value.remedy
@@ -17,7 +17,7 @@ async def refused(call: object) -> tuple[str, str]:
 
 
 async def end(stage: Stage, *queries: str) -> None:
-    """All trajectories of these queries end with one row per policy."""
+    """End all trajectories of these queries with one row per policy."""
     for query in queries:
         for number in range(stage.group_size):
             await stage.append(query, f"{query}-s0-t{number}")

@@ -1,4 +1,4 @@
-"""The log and its audit: a whole job adds up, and every way of spoiling it by hand is noticed."""
+"""The log and its audit: a whole job adds up, and every manual change is noticed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def play(stage: Stage, steps: int) -> None:
 
 @pytest.fixture
 async def played(stage: Stage) -> Stage:
-    """Steps 0 to 3 trained (0 and 1 are forgotten: keep_steps is 2), step 4 half rolled out."""
+    """Steps 0 to 3 are trained (0 and 1 forgotten: keep_steps is 2), step 4 is half rolled out."""
     await play(stage, 4)
     assert await stage.store.steps.all(stage.job) == [3, 4]
     return stage
@@ -347,7 +347,7 @@ class CrashError(Exception):
 
 
 class CrashingDatabase(Database):
-    """Dies before its `fatal`-th round trip, counted from when it is armed."""
+    """Dies before its `fatal`-th round trip after it is armed."""
 
     left = -1
 

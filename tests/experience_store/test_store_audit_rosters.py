@@ -1,4 +1,4 @@
-"""Audit and bytes while rosters change, groups go without signal and samples come back."""
+"""Audit and bytes while rosters change, groups without signal are dropped and samples return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from troupe.v1 import common_pb2 as common_pb
 
 
 async def check(stage: Stage) -> None:
-    """At every moment the log adds up and the bytes are right."""
+    """Check that the log adds up and the bytes are right."""
     assert list((await audit(stage)).violations) == []
     assert await counted(stage) == await held(stage)
 

@@ -1,4 +1,4 @@
-"""Queries that continue in a later step, with all their data."""
+"""Queries that continue in a later step with all their data."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_query_may_be_carried_repeatedly_and_dropped(held: Stage) -> Non
 
 
 async def test_rows_of_a_carried_query_go_on_when_its_new_step_is_the_oldest(held: Stage) -> None:
-    """Above the high-water mark, though they name a step that is over."""
+    """Above the high-water mark, although they name a step that is over."""
     await held.open(1, queries=["q8"], held_open=True)
     held.step = 0
     await held.amend(carry=["q1"], carry_to=1)

@@ -1,4 +1,4 @@
-"""Which ready samples a claim gets: none that is too old, whole groups, about equal tokens."""
+"""The choice of a claim's samples: none too old, whole groups, about equal tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXHAUSTED = Response.OUTCOME_EXHAUSTED
 
 
 async def append_versions(stage: Stage, versions: dict[str, tuple[int, ...]]) -> None:
-    """Per query the version that began each of its trajectories' only row."""
+    """Append rows; per query, the version that began each trajectory's only row."""
     for query, begun in versions.items():
         for number, version in enumerate(begun):
             trajectory = f"{query}-s{stage.step}-t{number}"
@@ -27,7 +27,7 @@ async def append_versions(stage: Stage, versions: dict[str, tuple[int, ...]]) ->
 
 
 async def reasons_of(stage: Stage) -> dict[str, int]:
-    """Why samples of the solver were dropped."""
+    """Return why samples of the solver were dropped."""
     status = await stage.store.steps.status(stage.job, stage.step)
     return dict(next(c for c in status.counts if c.policy == "solver").drop_reasons)
 
@@ -42,7 +42,7 @@ async def rows_of(stage: Stage) -> int:
 async def drain(
     stage: Stage, *, samples: int = 64, tokens: int = 0, whole: bool = False, balance: bool = False
 ) -> list[Response]:
-    """All claims of a step."""
+    """Return all claims of a step."""
     found = []
     while True:
         response = await stage.claim(samples=samples, tokens=tokens, whole=whole, balance=balance)
@@ -81,7 +81,7 @@ async def test_stale_groups_that_ripen_after_the_bound_was_named_are_dropped(sta
 
 
 async def test_a_stale_group_still_waits_for_its_rewards(stage: Stage) -> None:
-    """Until then it is not whole; its drop must not race with what fills it."""
+    """It is incomplete until then; its drop must not race with the calls that fill it."""
     await stage.claim(oldest=4)
     for trajectory in ("q0-s0-t0", "q0-s0-t1"):
         await stage.append("q0", trajectory, [make_sample("q0", 0, trajectory, reward=None)])
@@ -165,7 +165,7 @@ async def test_a_group_that_cannot_be_sent_is_refused_by_name(
 
 
 async def lengths_of_a_mix(store: Store, *, group_size: int = 1, seed: int = 0) -> Stage:
-    """A step of 256 ready samples with lognormal lengths."""
+    """Return a step of 256 ready samples with lognormal lengths."""
     lengths = np.random.default_rng(seed).lognormal(4, 1, 256).astype(int) + 2
     queries = tuple(f"q{number:03}" for number in range(256 // group_size))
     stage = await make_stage(
@@ -184,7 +184,7 @@ def tokens_of(response: Response) -> int:
 
 
 def spread(claimed: list[Response]) -> float:
-    """Standard deviation of the claims' tokens over their mean."""
+    """Return the standard deviation of the claims' tokens over their mean."""
     tokens = [tokens_of(response) for response in claimed]
     return statistics.pstdev(tokens) / statistics.mean(tokens)
 

@@ -23,7 +23,7 @@ EXHAUSTED = Response.OUTCOME_EXHAUSTED
 
 @pytest.fixture
 async def replica(redis_url: str) -> AsyncIterator[Store]:
-    """A second process' store on the same Redis."""
+    """Yield a second process' store on the same Redis."""
     store = Store(Database(redis_url))
     await store.start()
     yield store
@@ -299,7 +299,7 @@ async def test_rewards_of_a_group_are_the_same_however_much_of_it_is_given_out(
     names = [name for query, name in stage.trajectories if query == "q0"]
     for name, reward in zip(names, rewards, strict=True):
         await stage.append("q0", name, [make_sample("q0", 0, name, reward=reward)])
-    # The group is found by itself, with its query, or in the claim.
+    # The group is requested alone, with its query, or in the claim.
     for number in (1, 3, 5):
         claimed = await stage.claim(samples=number)
         assert [list(one.group_rewards) for one in claimed.samples] == [rewards] * number

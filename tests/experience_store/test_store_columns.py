@@ -1,4 +1,4 @@
-"""Columns that come after their row: rewards, references, and those that never come."""
+"""Columns that arrive after their row: rewards, references, and missing ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_group_waits_for_its_last_reward(stage: Stage) -> None:
     assert ids_of(response) == samples[:2]
     assert [list(claimed.group_rewards) for claimed in response.samples] == [[0.5, -1.5]] * 2
     assert response.samples[1].sample.reward == -1.5
-    # The step is sealed but not final: the other group may still come.
+    # The step is sealed but not final: the other group may still arrive.
     assert (await stage.claim()).outcome == Response.OUTCOME_WAIT
 
 
@@ -54,7 +54,7 @@ async def test_the_first_value_of_a_column_stays(stage: Stage) -> None:
     await stage.fill(samples[1], reward=0.0)
     response = await stage.claim(samples=2)
     assert [claimed.sample.reward for claimed in response.samples] == [0.5, 0.0]
-    # Also where nothing new could be written any more.
+    # Also when nothing new could be written any more.
     assert await stage.fill(samples[0], reward=0.5) == ("C", False)
 
 
@@ -141,7 +141,7 @@ async def test_a_value_stored_elsewhere_passes_through_by_reference(store: Store
     assert await stage.fill("q_0_q-t0", columns={"image": early}) == ("R", False)
     (claimed,) = (await stage.claim(claim="c1")).samples
     assert dict(claimed.sample.columns) == {"mask": early, "image": late}
-    # Values elsewhere are neither counted nor freed by this store.
+    # The store neither counts nor frees values that are stored elsewhere.
     assert (await store.high_water.of_job(stage.job))["solver"] < 1000
     await stage.commit(["c1"])
     assert (await store.high_water.of_job(stage.job))["solver"] == 0

@@ -15,7 +15,7 @@ from troupe.rpc import new_id
 
 
 async def trips_of(stage: Stage, call: Callable[[], Awaitable[Any]]) -> int:
-    """Round trips to Redis that `call` makes."""
+    """Return the number of round trips to Redis of `call`."""
     database = stage.store.database
     original, trips = database.call_each, 0
 
@@ -39,7 +39,7 @@ async def test_round_trips_do_not_depend_on_the_size_of_a_step(store: Store, siz
     *most, last = stage.trajectories
     for query, trajectory in most:
         await stage.append(query, trajectory)
-    # Stage, decide, carry out; whatever the number of policies and rows.
+    # Stage, decide, carry out, for any number of policies and rows.
     assert await trips_of(stage, lambda: stage.append(*last)) == 1
     # The script: the payloads are in memory since their append.
     assert await trips_of(stage, lambda: stage.claim(claim="c1", samples=3)) == 1

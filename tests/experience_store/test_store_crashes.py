@@ -95,7 +95,7 @@ async def trips_of(redis_url: str, *, clustered: bool) -> int:
     return life.database.trips
 
 
-# Every pair of them; the other half is slow.
+# Every other pair; the slow test has the other half.
 LIVES = [
     pytest.param(
         moment, rerun, clustered, marks=pytest.mark.slow if (i + rerun + clustered) % 2 else ()
@@ -181,12 +181,12 @@ async def test_samples_whose_values_are_gone_are_dropped_once(redis_url: str, mo
         return await stage.store.claims.drop_gone(*where, gone)
 
     life.database.die(1, moment)
-    assert await life.call(partial(drop_gone, "c1")) in (0, 1)  # 0: it had arrived
+    assert await life.call(partial(drop_gone, "c1")) in (0, 1)  # 0: the call had arrived
     assert life.crashed == 1
     assert await drop_gone("c2") == 1
     response = await stage.claim(claim="c1")
     assert ids_of(response) == first[1:]
-    # Statistics of a group are final: who was claimed later has its reward among them still.
+    # Statistics of a group are final: a sample claimed later still has this reward among them.
     assert [list(one.group_rewards) for one in response.samples] == [[1.0, 1.0]] * 2
     assert ids_of(await stage.claim(claim="c2")) == []
     assert (await stage.claim()).outcome == Response.OUTCOME_EXHAUSTED

@@ -1,4 +1,4 @@
-"""Answers to claims are written around rows; rows that were appended here are not read back."""
+"""Replies to claims contain stored rows unparsed; rows appended here are not read back."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_recent_rows_are_bounded_and_leave_once() -> None:
     old, new = _RECORD._replace(since="1"), _RECORD._replace(since="2")
     assert rows.take("j", "p", [("a", old), ("b", old)]) == {"b": b"12345"}
     assert rows.take("j", "q", [("a", new)]) == {}
-    # A late column is in Redis only.
+    # A late column is only in Redis.
     assert rows.take("j", "p", [("a", new._replace(late="score"))]) == {}
     assert (rows.bytes, rows.found) == (0, 1)
     rows.add("j", "p", "1", [("a", b"1"), ("a", b"12")])
@@ -90,7 +90,7 @@ def test_recent_rows_are_bounded_and_leave_once() -> None:
     assert rows.bytes == 5
     rows.forget("j")
     assert rows.bytes == 3
-    # Rows in one message keep all of it until the last of them is gone.
+    # Rows of one message keep the whole message until the last of them is gone.
     message = memoryview(b"12" + b"....")
     rows.add("j", "p", "1", [("a", message[:1]), ("b", message[1:2])])
     assert rows.bytes == 3 + 6
@@ -126,7 +126,7 @@ async def test_rows_of_another_process_or_another_ending_are_read_from_redis(sta
     assert await stage.append(query, trajectory, [won], attempt="won")
     kept = stage.store.recent.bytes
     assert not await stage.append(query, trajectory, [lost], attempt="lost")
-    # Neither the ending that lost nor the one that came twice is kept.
+    # Neither the losing ending nor the repeated one is kept.
     assert await stage.append(query, trajectory, [lost], attempt="won")
     assert stage.store.recent.bytes == kept
     stage.store.recent.forget(stage.job)

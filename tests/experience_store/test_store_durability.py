@@ -1,4 +1,4 @@
-"""Redis is SIGKILLed while rows come in: with an append-only file nothing acknowledged is lost."""
+"""Redis is SIGKILLed while rows arrive: with an append-only file, no acknowledged row is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def append(stage: Stage, query: str, trajectory: str) -> None:
 
 
 async def append_until_killed(stage: Stage, some: asyncio.Event) -> set[str]:
-    """Writers append at the same time until Redis is gone; the trajectories acknowledged."""
+    """Append concurrently until Redis is gone; return the acknowledged trajectories."""
     left = stage.trajectories
     acknowledged: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Payload bytes are known exactly, freed by commits, and bounded by pushing rows back."""
+"""Payload bytes are counted exactly, freed by commits, and bounded by refusing rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def held(stage: Stage) -> dict[str, int]:
         total = 0
         for key in await stage.store.database.call("KEYS", pattern.replace("{", "\\{")):
             rows = await stage.store.database.call("HGETALL", key)
-            # Without the numbers of what needs a payload.
+            # Without the counts of users of a payload.
             total += sum(len(v) for name, v in rows.items() if name != NEEDED.encode())
         found[policy] = total
     return found
@@ -110,7 +110,7 @@ async def test_memory_comes_back_with_the_commit(tmp_path: Path) -> None:
     await stage.commit(["c1"])
 
     async def is_back() -> bool:
-        """Payloads are freed by a thread of Redis."""
+        """Wait until a thread of Redis has freed the payloads."""
         return await used() - before < 0.1 * (full - before)
 
     await until(is_back)
@@ -188,6 +188,6 @@ async def test_only_the_oldest_uncommitted_step_goes_on_above_the_mark(
 
     claim = await client.stub.ClaimMicroBatch(client.claim_request())
     await client.stub.CommitStep(client.commit_request(claim.claim_id))
-    # Step 1 is the oldest one now, at once and not with the next sweep.
+    # Step 1 is now the oldest, at once and not only after the next sweep.
     await append(1, "b1")
     await channel.close(None)

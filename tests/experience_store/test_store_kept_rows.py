@@ -1,4 +1,4 @@
-"""Copies of trained rows: there until the state that they made is on disk, and no longer."""
+"""Copies of trained rows: kept until the state that they made is on disk, and no longer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def _keep(stage: Stage, claimed: list[store_pb.ClaimMicroBatchResponse]) -
 
 
 async def _claimed(stage: Stage) -> list[store_pb.ClaimMicroBatchResponse]:
-    """All rows of the step in micro-batches of three."""
+    """Return all rows of the step in micro-batches of three."""
     await stage.append_all()
     return [await stage.claim(samples=3), await stage.claim(samples=3)]
 
@@ -76,7 +76,7 @@ async def test_rows_are_read_as_they_were_claimed_until_their_state_is_on_disk(
         assert await _read(stage, version) == batches
     assert await _bytes(stage) == before + found.kept_bytes > before
     await stage.store.kept_rows.free(stage.job, "solver", 2, "sum-2")
-    await stage.store.kept_rows.free(stage.job, "solver", 1, "sum-1")  # late, and no step back
+    await stage.store.kept_rows.free(stage.job, "solver", 1, "sum-1")  # late, and not a step back
     found = await stage.store.kept_rows.describe(stage.job, "solver")
     assert (found.durable_version, found.durable_checksum) == (2, "sum-2")
     assert [one.commit.weights.version for one in found.versions] == [3]

@@ -44,7 +44,7 @@ EMPTY = store_pb.STEP_OUTCOME_EMPTY
 
 
 class Life(RuleBasedStateMachine):
-    """Calls in any order, by two claimants, each of which may be the other's zombie."""
+    """Calls in any order, by two claimants, each of which may be a zombie."""
 
     url = ""
 
@@ -65,7 +65,7 @@ class Life(RuleBasedStateMachine):
         return self.runner.run(call)
 
     def teardown(self) -> None:
-        # In every case the log adds up, and the bytes equal Redis's.
+        # In every case the log adds up, and the bytes equal those in Redis.
         report = self.do(self.store.audit.check(self.stage.job))
         assert list(report.violations) == []
         assert self.do(counted(self.stage)) == self.do(held(self.stage))
@@ -96,7 +96,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def act(self, data: st.DataObject) -> None:
-        """One call out of those that mean something now, the likelier the more often named."""
+        """Make one of the calls that are possible now, more likely if it is named more often."""
         model, actions = self.model, ["claim"]
         if model.committed is not None:
             actions = ["next_step", "next_step", "too_late"]
@@ -222,7 +222,7 @@ class Life(RuleBasedStateMachine):
             assert self.do(self.stage.renew(claimant)) == held
 
     def drop_gone(self, data: st.DataObject) -> None:
-        """Values of some samples are gone; any claimant may report this for another's samples."""
+        """Report lost values of some samples; any claimant may report another's samples."""
         claimant = data.draw(CLAIMANTS)
         name = data.draw(st.sampled_from(self.model.known_claims))
         holder, held = self.model.live.get(name, ("", []))
@@ -266,7 +266,7 @@ class Life(RuleBasedStateMachine):
         self.try_commit(claimant, outcome, self.model.claims_of(claimant))
 
     def zombie_commit(self, data: st.DataObject) -> None:
-        """Among the claims may be a lost one, or somebody else's."""
+        """One of the claims may be lost, or another claimant's."""
         claimant = data.draw(CLAIMANTS)
         stale = data.draw(st.sampled_from(self.model.known_claims))
         self.try_commit(claimant, APPLIED, [*self.model.claims_of(claimant), stale])
@@ -314,7 +314,7 @@ class Life(RuleBasedStateMachine):
         model.commit(store_pb.StepOutcome.Name(outcome), gradient)
 
     def too_late(self, data: st.DataObject) -> None:
-        """Calls about a finished step change nothing."""
+        """Make calls about a finished step, which change nothing."""
         claimant = data.draw(CLAIMANTS)
         response = self.do(self.stage.claim(claimant))
         assert response.outcome == Response.OUTCOME_EXHAUSTED
@@ -327,13 +327,13 @@ class Life(RuleBasedStateMachine):
                 assert self.do(self.stage.fill(name, reward=5.0)) == ("T", False)
 
     def next_step(self, data: st.DataObject) -> None:
-        """Trajectories and samples of a step have names of their own."""
+        """Open the next step, whose trajectories and samples have new names."""
         self.seen.clear()
         model = self.model
         self.model = Model(model.queries, model.group_size, redundant=model.redundant)
         self.do(self.stage.open(self.stage.step + 1, self.version))
 
-    # -- what holds at any time
+    # -- invariants
 
     @invariant()
     def every_move_is_in_the_table(self) -> None:

@@ -57,7 +57,7 @@ async def test_a_killed_store_continues_where_it_was(redis_url: str, tmp_path: P
     process.end(signal.SIGKILL)
     await process.start()
 
-    # The claim's lease is in Redis: repeating the request finds the same samples.
+    # The claim's lease is in Redis: a repeated request finds the same samples.
     again = await client.stub.ClaimMicroBatch(request)
     assert ids_of(again) == ids_of(claim)
     commit = await client.stub.CommitStep(client.commit_request(claim.claim_id))

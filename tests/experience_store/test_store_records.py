@@ -1,4 +1,4 @@
-"""Records as Redis holds them: cheap to hash in Lua, and not written where no reader is left."""
+"""Records in Redis: cheap to hash in Lua, and not written when no reader is left."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_commit_makes_samples_trained_without_writing_their_records(stor
 
 
 async def book_of(stage: Stage) -> dict[bytes, bytes]:
-    """Records as Redis holds them."""
+    """Return the records of a step as Redis holds them."""
     book = PolicyKeys(stage.job, "solver").step(stage.step, "book")
     found: dict[bytes, bytes] = await stage.store.database.call("HGETALL", book)
     return found

@@ -1,5 +1,5 @@
-"""Redis is away, slow, full, restarted or the wrong one: nothing acknowledged is lost, and errors
-say where Redis was looked for and what to do."""
+"""Redis is away, slow, full, restarted or the wrong one: no acknowledged write is lost, and errors
+name the address and the remedy."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_an_invalid_url_names_the_setting() -> None:
 
 @contextlib.asynccontextmanager
 async def opened(redis_server: RedisServer) -> AsyncIterator[RunningServer[StoreSettings]]:
-    """The service behind its port, not ready yet; closed with its Redis whatever happens."""
+    """Yield the service behind its port, not ready yet; close it with its Redis in any case."""
     settings = StoreSettings(redis_url=redis_server.url, drain_seconds=0.2)
     running = RunningServer(make_service, settings)
     await running.open()

@@ -1,4 +1,4 @@
-"""The store on a newer Redis than the one that the embedded cluster carries, where there is one.
+"""The store on a newer Redis than the embedded cluster's, if there is one.
 
 `TROUPE_TEST_REDIS_7` names a redis-server; by default the one on the PATH is taken.
 """
@@ -23,7 +23,7 @@ from troupe.rpc import ResourceExhausted, Unavailable, new_id
 
 
 def newer_redis() -> str:
-    """Path of a redis-server of version 7 or newer; skips the test when there is none."""
+    """Return the path of a redis-server of version 7 or newer; skip the test if there is none."""
     path = os.environ.get("TROUPE_TEST_REDIS_7") or shutil.which("redis-server")
     if not path:
         pytest.skip("no redis-server on the PATH")

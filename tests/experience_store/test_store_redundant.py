@@ -1,4 +1,4 @@
-"""Redundant trajectories: the first to complete are the group, decided once; the rest are ended."""
+"""Redundant trajectories: the first to complete form the group, once; the others are ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_the_first_trajectories_to_complete_form_the_group(spare: Stage) -
     await spare.append("q0", *names("q0", 1))
     assert spare.appended is not None
     assert spare.appended.group_complete
-    # Claimable at once: nothing that comes now can change the group's statistics.
+    # Claimable at once: nothing can change the group's statistics any more.
     response = await spare.claim(claim="c1", samples=2)
     assert [list(claimed.group_rewards) for claimed in response.samples] == [[1.0, 1.0]] * 2
     late = [make_sample("q0", 1, "q0-s0-t0", reward=0.0)]
@@ -138,7 +138,7 @@ async def test_a_group_is_completed_whenever_its_last_writer_dies(
             died = True
         await database.close()
         stage.store = Store(Database(redis_url))
-        # Another comes first, then the one that does not know whether it was heard.
+        # Another writer is first, then the one that does not know whether its call arrived.
         raced = await stage.append("q0", "q0-s0-t2", attempt="second")
         repeated = await stage.append("q0", "q0-s0-t3", attempt="third")
         assert raced != repeated, "one of them is the second of the group"

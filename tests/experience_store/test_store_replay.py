@@ -22,7 +22,7 @@ async def twice(store: Store) -> Stage:
 
 
 async def train(stage: Stage, version: int, **fields: object) -> Response:
-    """Claim all that is ready and commit it."""
+    """Claim all ready samples and commit them."""
     name = new_id("claim")
     response = await stage.claim(claim=name)
     await stage.commit([name], version=version, **fields)  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def uses_of(response: Response) -> dict[str, int]:
 
 
 async def payloads(stage: Stage) -> int:
-    """Rows of the job that Redis holds, whatever the step."""
+    """Return the job's rows in Redis, of all steps."""
     database = stage.store.database
     keys = await database.call("KEYS", f"*{{{stage.job}/*:rows:*")
     return sum([await database.call("HLEN", key) for key in keys])

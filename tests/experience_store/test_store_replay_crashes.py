@@ -31,11 +31,11 @@ class Life(MortalLife):
         super().__init__(
             url, fatal, moment, (POLICY,), queries, clustered=clustered, make_store=make
         )
-        # Round trips of what may die: all but reading the log.
+        # Round trips that may be fatal: all but reading the log.
         self.trips = 0
 
     async def append(self, step: int) -> None:
-        """Two rows per trajectory, one of which gets its reward late."""
+        """Append two rows per trajectory, one of which gets its reward late."""
         stage = self.stage
         for query, trajectory in stage.trajectories:
             rows = [

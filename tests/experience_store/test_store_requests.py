@@ -26,7 +26,7 @@ def floats(*values: float) -> common_pb.Tensor:
 
 
 def sample(**fields: Any) -> list[store_pb.Sample]:
-    """One sample of q0-t0 that differs from a right one in `fields`."""
+    """Return a sample of q0-t0 that differs from a valid one in `fields`."""
     row = make_sample("q0", 0, "q0-t0")
     for name, value in fields.items():
         if isinstance(value, Message):
@@ -111,7 +111,7 @@ def listed(**fields: Any) -> Callable[[Client], object]:
 
 
 def torn() -> store_pb.Column:
-    """A tensor that has fewer bytes than its shape says."""
+    """Return a tensor with fewer bytes than its shape needs."""
     tensor = floats(1, 2, 3)
     tensor.shape[0] = 4
     return store_pb.Column(tensor=tensor)

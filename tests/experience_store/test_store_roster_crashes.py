@@ -20,13 +20,13 @@ QUERIES = ("q0", "q1", "q2")
 
 
 class Life(MortalLife):
-    """Two overlapping steps whose rosters change; who repeats a call finds another process."""
+    """Two overlapping steps whose rosters change; a repeated call finds another process."""
 
     def __init__(self, url: str, fatal: int, moment: str, *, clustered: bool = False) -> None:
         super().__init__(url, fatal, moment, POLICIES, QUERIES, clustered=clustered)
 
     async def append(self, query: str, number: int) -> bool:
-        """A trajectory ends with a row per policy, whose rewards come later."""
+        """End a trajectory with a row per policy, whose rewards come later."""
         name = f"{query}-t{number}"
         rows = [
             make_sample(query, turn, name, policy=policy, agent=policy, reward=None)
@@ -41,7 +41,7 @@ class Life(MortalLife):
             await self.call(partial(self.stage.fill, name, policy=policy, reward=0.5))
 
     async def train(self, step: int) -> set[tuple[str, str]]:
-        """Claim and commit all of a step; the (query, trajectory) trained, equal for all."""
+        """Claim and commit a whole step; return the (query, trajectory) trained, equal for all."""
         self.stage.step = step
         found = []
         for policy in POLICIES:
@@ -183,7 +183,7 @@ async def test_an_amendment_that_nobody_repeats_is_completed_by_the_next_caller(
 
 
 async def left_undone(life: Life, query: str, fatal: int) -> None:
-    """A trajectory ends; the store dies before this round trip."""
+    """End a trajectory; the store dies before this round trip."""
     life.database.die(fatal, "before")
     rows = [
         make_sample(query, turn, f"{query}-t0", policy=policy, agent=policy, reward=0.25)
@@ -196,22 +196,22 @@ async def left_undone(life: Life, query: str, fatal: int) -> None:
 
 
 async def lagging(redis_url: str) -> Life:
-    """Step 0 with an ending of q1 that is decided and no more, step 1 to carry q1 to."""
-    # Where one server has all keys, deciding alone cannot be what it comes to.
+    """Return step 0 with an ending of q1 that is only decided, and step 1 to carry q1 to."""
+    # If one server has all keys, an ending cannot stop after its decision.
     life = Life(redis_url, 0, "before", clustered=True)
     stage = life.stage
     await stage.store.tables.create(stage.job, POLICIES, [])
     await stage.open(0, held_open=True)
     await stage.open(1, held_open=True, queries=["q8"])
     stage.step = 0
-    # Its rows are staged, it is decided; no table has heard of it.
+    # Its rows are staged and it is decided, but no table knows of it.
     with pytest.raises(CrashError):
         await left_undone(life, "q1", 3)
     return life
 
 
 async def trains_both(life: Life) -> None:
-    """q1's rows are in step 1, from the first attempt, and nowhere else."""
+    """Check that q1's rows are in step 1, from the first attempt, and nowhere else."""
     stage = life.stage
     stage.step = 1
     await stage.store.sweeper.sweep()
@@ -238,7 +238,7 @@ async def test_rows_that_are_staged_move_with_their_query(redis_url: str) -> Non
 
 async def test_tables_learn_of_the_roster_before_moved_rows(redis_url: str) -> None:
     life = await lagging(redis_url)
-    # Decided; no table has heard of it. Then somebody repeats the ending, in the new step.
+    # Decided, but no table knows of it. Then the ending is repeated in the new step.
     life.database.die(1, "after")
     with pytest.raises(CrashError):
         await life.stage.amend(carry=["q1"], carry_to=1)

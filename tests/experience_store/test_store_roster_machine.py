@@ -1,4 +1,4 @@
-"""Steps that overlap and change their rosters, against a model, while the store dies at any time.
+"""Overlapping steps that change their rosters, against a model, while the store dies at any time.
 
 Whatever the order of calls and wherever the store dies, every row ends TRAINED once or DROPPED
 once, with its reason, and all tables agree with what the job decided.
@@ -45,7 +45,7 @@ class Life(RosterRollout, RosterTraining):
 
     @rule(data=st.data())
     def act(self, data: st.DataObject) -> None:
-        """One call out of those that mean something now, the likelier the more often named."""
+        """Make one of the calls that are possible now, more likely if it is named more often."""
         self.busy = True
         job, actions = self.job, ["settle"] if self.lagging else ["claim"]
         actions += ["open"] if len(job.steps) < MOST_STEPS else []
@@ -63,7 +63,7 @@ class Life(RosterRollout, RosterTraining):
         getattr(self, data.draw(st.sampled_from(actions), "action"))(data)
         self.busy = False
 
-    # -- what holds at any time, and in the end
+    # -- invariants, at any time and at the end
 
     @invariant()
     def the_store_is_as_the_model(self) -> None:
@@ -121,7 +121,7 @@ class Life(RosterRollout, RosterTraining):
         assert Counter(dict(counts.drop_reasons)) == table.reasons()
 
     def finish(self) -> None:
-        """Everything is rolled out and trained: then each row has one fate."""
+        """Roll out and train everything: then each row has one fate."""
         self.busy = True
         self.settle()
         stage, job = self.stage, self.job

@@ -116,7 +116,7 @@ async def test_amendments_may_be_repeated(held: Stage) -> None:
     status = await held.status()
     assert (status.query_ids, status.expected, status.ended) == (["q0", "q2", "q5"], 8, 2)
     assert dict((await held.table()).drop_reasons) == {"surplus": 2}
-    # All that it says is so already.
+    # It requests nothing new.
     assert await held.amend(add=["q5"], drop=["q1"], reason="x", close=True, cursor=2) == []
 
 

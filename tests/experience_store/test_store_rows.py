@@ -81,7 +81,7 @@ def completed(query: str) -> store_pb.AppendTrajectoryRequest:
 
 
 def assert_restorable(row: StagedRow, sample: store_pb.Sample, *, accepted: bool = True) -> None:
-    """What Redis holds of the row, together with what its record says, is the sample."""
+    """Check that the row in Redis and its record together give the sample."""
     first, last = row.record(()).split("\t")[:8], row.record(()).split("\t")[8:]
     record = SampleRecord(*first, sample.query_id, sample.trajectory_id, *last)
     assert int(record.size) == len(row.stored)
@@ -101,7 +101,7 @@ def test_a_row_is_stored_without_its_names_and_restored_from_its_record(
     sample: store_pb.Sample, reordered: bool
 ) -> None:
     raw_row = sample.SerializeToString()
-    if reordered:  # as another writer may serialize it
+    if reordered:  # as another writer may serialize the row
         first = store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
         raw_row = raw_row.removeprefix(first) + first
     row = staged_row(sample, raw_row)

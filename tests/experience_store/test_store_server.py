@@ -153,7 +153,7 @@ async def test_a_claim_that_got_nothing_may_be_repeated_under_its_id(client: Cli
 
 
 async def test_a_claim_repeated_while_it_waits_may_know_other_claims(client: Client) -> None:
-    """A suspended step's claim waits on in the store; the resumed step repeats it, knowing none."""
+    """A suspended step's claim still waits; the resumed step repeats it without known claims."""
     await client.create()
     await client.stub.OpenStep(client.open_request())
     request = client.claim_request(wait_seconds=60, known_claims=["c0"])

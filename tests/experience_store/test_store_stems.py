@@ -44,7 +44,7 @@ POLICIES = ("checker", "solver")
 
 
 async def payloads_of(stage: Stage, policy: str = "solver") -> set[tuple[str, int]]:
-    """(key of rows, turn) of every payload in Redis."""
+    """Return (key of rows, turn) of every payload in Redis."""
     pattern = f"{PolicyKeys(stage.job, policy).base}:*:rows:*".replace("{", "\\{")
     found = set()
     for key in await stage.store.database.call("KEYS", pattern):
@@ -84,7 +84,7 @@ async def needed_of(stage: Stage, policy: str = "solver") -> set[tuple[str, int]
 
 
 def restored(response: Response) -> list[store_pb.Sample]:
-    """The whole samples of a claim."""
+    """Return the whole samples of a claim."""
     return [item.sample for item in prefixes.restore(response.samples, response.stems)]
 
 
@@ -141,7 +141,7 @@ async def test_dropped_samples_stay_while_others_begin_with_them(stage: Stage) -
     claim = await stage.claim(claim="c1", samples=1)
     assert ids_of(claim) == names[3:]
     assert_same_tokens(restored(claim), made.whole)
-    # The last one that needs them takes all with it.
+    # The last sample that needs them frees them all.
     await stage.store.claims.drop_gone(stage.job, "solver", 0, "trainer", "c1", [names[3]])
     assert await payloads_of(stage) == set()
     assert set((await counted(stage)).values()) == {0}
@@ -192,7 +192,7 @@ async def test_claims_are_bounded_with_the_stems_that_they_may_bring(
     for _, trajectory in stage.trajectories:
         made = cumulative("q0", trajectory, 3, new=2000, reply=10)
         await stage.append("q0", trajectory, made.samples)
-    # 8 KB each: turn 2 alone may need all three of its trajectory.
+    # 8 KB each: turn 2 alone may need all three turns of its trajectory.
     sizes = []
     while (claim := await stage.claim(samples=6)).outcome == Response.OUTCOME_CLAIMED:
         sizes.append(claim.ByteSize())
@@ -201,7 +201,7 @@ async def test_claims_are_bounded_with_the_stems_that_they_may_bring(
 
 
 class Conversations(RuleBasedStateMachine):
-    """Calls in any order, on trees of turns of two policies, over steps that samples return to."""
+    """Calls in any order, on trees of turns of two policies, over steps with reused samples."""
 
     url = ""
 
@@ -335,7 +335,7 @@ class Conversations(RuleBasedStateMachine):
             self.do(self.store.claims.drop_gone(job, policy, step, claimant, name, gone))
 
     def leave(self, data: st.DataObject) -> None:
-        """A query leaves its step: for good, or for the next one with its rows."""
+        """Remove a query from its step: for good, or to the next step with its rows."""
         query = data.draw(st.sampled_from(sorted(self.at)))
         if self.at[query] != self.stage.step:
             return
@@ -347,7 +347,7 @@ class Conversations(RuleBasedStateMachine):
         self.do(self.stage.counts())
 
     def finish(self, data: st.DataObject) -> None:
-        """Commit the step; the next one begins with the samples that are used again."""
+        """Commit the step; the next one begins with the reused samples."""
         stage, step = self.stage, self.stage.step
         for query in [query for query, at in self.at.items() if at == step]:
             for number in range(2):

@@ -45,7 +45,7 @@ async def test_tables_are_declared_once(store: Store) -> None:
 async def test_the_first_opening_decides_what_a_step_consists_of(stage: Stage) -> None:
     await stage.append("q0", "q0-s0-t0")
     assert await stage.open(0) == (True, ["q0-s0-t0"])
-    # Policies that committed meanwhile have moved on: the step keeps its versions.
+    # Policies that have committed since have newer versions: the step keeps its own.
     assert await stage.open(0, version=1) == (True, ["q0-s0-t0"])
     status = await stage.store.steps.status(stage.job, 0)
     assert status.versions == {"checker": 0, "solver": 0}
@@ -67,7 +67,7 @@ async def test_committed_steps_are_forgotten_after_a_while(stage: Stage) -> None
         if step:
             await stage.open(step)
         await finish(stage, *(("solver",) if step > 2 else ()))
-    # keep_steps is 2 here; one policy has not committed step 3, and so nothing of it may be lost.
+    # keep_steps is 2 here; one policy has not committed step 3, none of which may be lost.
     assert await stage.store.steps.all(stage.job) == [3, 4, 5, 6]
     await stage.store.sweeper.sweep()
     assert await stage.store.steps.live(stage.job) == [3, 4, 5, 6]

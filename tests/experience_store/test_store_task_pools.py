@@ -19,7 +19,7 @@ LETTERS = [str(pool) for pool in TaskPool]
 
 
 def asking(number: int, *items: int, pool: str = "n", source: int = 0) -> list[str]:
-    """Queries from `number` on that ask these items."""
+    """Return queries from `number` on that ask these items."""
     return [f"q{number + at}-{pool}{source}.{item}" for at, item in enumerate(items)]
 
 
@@ -39,7 +39,7 @@ async def read(
 
 
 async def pools(stage: Stage, before: int, *, memory: float = 0.5) -> dict[str, list[int]]:
-    """The pools of the only source that are not empty."""
+    """Return the non-empty pools of the only source."""
     (source,) = (await read(stage, before, memory=memory)).sources
     assert all(source.pools[name].size == len(source.pools[name].items) for name in LETTERS)
     return {name: list(source.pools[name].items) for name in LETTERS if source.pools[name].items}
@@ -125,7 +125,7 @@ async def test_queries_that_join_leave_or_are_carried_update_the_pools(store: St
         await pools(stage, 1)
     assert caught.value.kind == "step_not_sealed"
     await stage.amend(carry=[one], carry_to=1, drop=[two], reason="surplus", close=True)
-    # The one that was carried counts in its new step, that which was dropped is as good as new.
+    # The carried query counts in its new step; the dropped one counts as new.
     assert await pools(stage, 1) == {"n": [2], "s": [0], "a": [1, 3]}
     stage.step = 1
     await stage.append(one, f"{one}-s0-t1")

@@ -1,4 +1,4 @@
-"""Endings of trajectories: the first one stays, in all tables or none."""
+"""Endings of trajectories: the first one counts, in all tables or none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_repeating_an_append_returns_what_it_returned(stage: Stage) -> Non
 
 
 async def _staged(stage: Stage) -> list[bytes]:
-    """Keys of rows whose ending is not decided, and of the notes about them."""
+    """Return the keys of rows whose ending is not decided, and of the notes about them."""
     keys: list[bytes] = await stage.store.database.call("KEYS", f"*{stage.job}/*:stage*")
     return keys
 
@@ -51,7 +51,7 @@ async def test_rows_of_a_repeated_append_do_not_stay(stage: Stage) -> None:
 
 @pytest.mark.parametrize("arrived", [1, 2, 3])
 async def test_rows_of_an_append_that_broke_off_are_freed(stage: Stage, arrived: int) -> None:
-    """Only the first of the commands came: note, rows, the script that ends it in one table."""
+    """Only the first of the commands arrived: note, rows, the script that ends it in one table."""
     query, trajectory = stage.trajectories[0]
     database = stage.store.database
     original = database.call_each
@@ -75,7 +75,7 @@ async def test_rows_of_an_append_that_broke_off_are_freed(stage: Stage, arrived:
 
 @pytest.mark.parametrize("policy", ["checker", "solver"])
 async def test_an_ending_whose_rows_redis_refused_is_not_decided(stage: Stage, policy: str) -> None:
-    """At its memory limit Redis may refuse rows and take the script behind them."""
+    """At its memory limit Redis may refuse rows and accept the script after them."""
     query, trajectory = stage.trajectories[0]
     database = stage.store.database
     original, refused = database.call_each, 0
@@ -134,7 +134,7 @@ async def test_members_that_failed_leave_the_rest_of_their_group_usable(stage: S
 
 @pytest.mark.parametrize("before", range(3))
 async def test_reasons_are_counted_by_whole_characters(stage: Stage, before: int) -> None:
-    """Half of one could not be read, and no step would open any more."""
+    """Half a character could not be read, and no step could open any more."""
     reason = "x" * before + "超時" * 40
     await stage.fail("q0", "q0-t0", reason)
     (counted,) = (await stage.table()).drop_reasons

@@ -1,4 +1,4 @@
-"""Weight versions: each follows from the one before, whatever is repeated and wherever it dies."""
+"""Weight versions: each follows the previous one, after any repetition and any death."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class VersionsOfAPolicy(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def open_again(self, data: st.DataObject) -> None:
-        """Once a policy has a version, first weights change nothing; other content is refused."""
+        """Send first weights again: they change nothing, and other content is refused."""
         stage, versions = self.stage, self.stage.store.versions
         version = data.draw(st.integers(0, self.newest.version + 1))
         checksum = self.known.get(version, "new")
@@ -151,7 +151,7 @@ class VersionsOfAPolicy(RuleBasedStateMachine):
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
     def commit_an_old_step(self, data: st.DataObject) -> None:
-        """A trainer repeats a commit: it hears of the one that holds."""
+        """Repeat a trainer's commit, which returns the valid one."""
         step = data.draw(st.sampled_from(sorted(self.claims)))
         self.stage.step = step
         commit, existed = self.do(self.stage.commit(self.claims[step], version=99, checksum="x"))
@@ -177,7 +177,7 @@ class VersionsOfAPolicy(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def restart_late(self, data: st.DataObject) -> None:
-        """The call of an orchestrator that died comes after all: it changes nothing."""
+        """Make the late call of an orchestrator that died, which changes nothing."""
         one = data.draw(st.sampled_from(self.model))
         weights = self.weights(one.version, one.checksum)
         found = self.do(self.stage.store.versions.restart(self.stage.job, one.step, weights))

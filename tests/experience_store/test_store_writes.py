@@ -1,4 +1,4 @@
-"""Endings and late columns that travel together are each taken by themselves."""
+"""Endings and late columns that share a call are accepted or refused separately."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ending(name: str = "t", size: int = 0) -> store_pb.AppendTrajectoryRequest:
 
 
 def taken(request: store_pb.WriteRequest) -> store_pb.WriteResponse:
-    """Every ending is accepted in the step of its length; every fill finds its sample READY."""
+    """Accept every ending in the step of its length; every fill finds its sample READY."""
     return store_pb.WriteResponse(
         endings=[
             store_pb.EndingWritten(
@@ -192,7 +192,7 @@ async def test_a_failed_call_fails_exactly_the_parts_that_it_carried() -> None:
     found = await asyncio.gather(
         *(writer.append(ending(f"t{n}"), 30) for n in range(2)), return_exceptions=True
     )
-    # The channel has repeated it already where that can help.
+    # The channel has already repeated it if that can help.
     assert [type(one) for one in found] == [Unavailable, Unavailable]
     assert found[0] is not found[1]
     assert len(line.sent) == 1

@@ -15,7 +15,7 @@ from troupe.rpc import FailedPrecondition
 
 
 def raised(kind: type[Exception]) -> OSError:
-    """As transformers raises: an OSError with advice, from the client's error."""
+    """Return transformers' error: an OSError with advice, from the client's error."""
     try:
         try:
             if issubclass(kind, errors.HfHubHTTPError):

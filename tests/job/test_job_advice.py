@@ -12,9 +12,9 @@ from troupe.job.compatibility import advice
 
 
 def told(**over: Any) -> list[str]:
-    """Paths and values that advice is given about."""
+    """Return the paths and values about which advice is given."""
     spec = parse_job(job_yaml(**over))
-    # As the orchestrator keeps it, every default written out, it is the same job.
+    # With every default written out, as the orchestrator keeps it, it is the same job.
     assert advice(JobSpec.model_validate_json(spec.model_dump_json())) == advice(spec)
     return [line.partition(":")[0] for line in advice(spec)]
 

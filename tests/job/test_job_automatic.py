@@ -1,4 +1,4 @@
-"""`replicas: auto` and `gang: auto`: what is left open, and which numbers devices give."""
+"""`replicas: auto` and `gang: auto`: open fields, and the numbers that follow from devices."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_servers_fill_the_machine_by_default_and_other_engines_are_one() -> None
     }
     assert is_open(spec)
     assert not is_open(job(one={}))
-    # Until they are decided, they count as one.
+    # Until it is decided, such a field counts as one.
     launched = spec.policies["launched"]
     assert (engine_count(launched), launched.trainer.ranks) == (1, 1)
     again = JobSpec.model_validate_json(spec.model_dump_json())
@@ -110,7 +110,7 @@ def test_engines_and_gangs_are_in_proportion_to_the_work() -> None:
         "big.trainer.gang": 3,
         "small.trainer.gang": 1,
     }
-    # Equal work is divided equally; of unknown models the tokens count.
+    # Equal work is divided equally; for unknown models the tokens count.
     unknown = job(a={**SERVED, "path": "some"}, b={**SERVED, "path": "other"})
     assert set(numbers(unknown, trainers(1, 1, 1, 1)).values()) == {2}
 
@@ -185,7 +185,7 @@ def test_idle_and_missing_devices_are_reported_with_a_remedy() -> None:
     many = job(a=dict(SERVED), b=dict(SERVED))
     (note,) = decide(many, trainers(1, engines=1), shapes_of(many)).notes
     assert "its engines need 2 devices, and a rollout worker has 1" in note
-    # An embedded engine computes in the rollout worker: nothing is said of devices.
+    # An embedded engine computes in the rollout worker and needs no devices.
     plain = job(a={})
     assert decide(plain, trainers(1, 1), shapes_of(plain)).notes == ()
 
@@ -230,7 +230,7 @@ def test_a_machine_is_used_whole_wherever_every_policy_fits(
 
 
 def _fits(spec: JobSpec, workers: Any, decision: Decision) -> None:
-    """Gangs are as many devices of each of some workers, which is what the binder forms."""
+    """Check that gangs use equally many devices of some workers, as the binder forms them."""
     (each,) = {len(one) for one in workers}
     for policy in spec.policies.values():
         size = policy.trainer.ranks

@@ -27,7 +27,7 @@ MOST = (annotated_types.Le, annotated_types.Lt)
 
 
 def parts(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The kinds of value that an annotation takes, each with what bounds it."""
+    """Return the kinds of value that an annotation accepts, each with its bounds."""
     origin = get_origin(annotation)
     if isinstance(annotation, types.UnionType) or origin is Union:
         for one in get_args(annotation):
@@ -74,7 +74,7 @@ def test_every_number_list_and_mapping_of_a_job_has_bounds() -> None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The job with one field changed; `*` in its path is the policy."""
+    """Return the job with one field changed; `*` in its path is the policy."""
     job = copy.deepcopy(JOB)
     here: Any = job
     *sections, last = path.split(".")
@@ -189,7 +189,7 @@ ON, OFF = ("on", "yes", "y", "true", "On", "YES"), ("off", "no", "n", "false", "
 
 
 def trainers(word: str, field: str) -> list[JobSpec]:
-    """The job with the word as it stands in YAML, in `--set`, and in JSON."""
+    """Return the job with the word as written in YAML, in `--set`, and in JSON."""
     file = yaml.safe_dump(JOB)
     written = file.replace(
         "solver:\n    model:", f"solver:\n    trainer: {{{field}: {word}}}\n    model:"

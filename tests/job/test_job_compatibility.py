@@ -1,4 +1,4 @@
-"""Which changes leave a job the same job."""
+"""Changes after which a job is still the same job."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_an_added_policy_makes_another_job() -> None:
 
 
 def test_every_changeable_pattern_names_a_field() -> None:
-    """A pattern whose field was renamed would silently refuse what it was made for."""
+    """A pattern whose field was renamed would silently refuse its changes."""
     dumped = spec(tools={"calculator": FUNCTION}, population={}).model_dump(mode="json")
     for pattern in CHANGEABLE:
         place: Any = dumped

@@ -27,7 +27,7 @@ JOB: dict[str, Any] = {
 
 
 def written(**changes: Any) -> str:
-    """The job with fields replaced by dotted name (`__` for the dot)."""
+    """Return the job with fields replaced by dotted name (`__` for the dot)."""
     return job_text(JOB, changes)
 
 
@@ -40,7 +40,7 @@ def fault(text: str) -> str:
 def test_yaml_and_the_json_of_services_are_the_same_job() -> None:
     spec = parse_job(written())
     assert parse_job(spec.model_dump_json()) == spec
-    # Not JSON, though it begins like it.
+    # Not JSON, although it begins like JSON.
     assert parse_job(yaml.safe_dump(JOB, default_flow_style=True)).name == "team"
 
 
@@ -213,7 +213,7 @@ def test_the_removed_setting_for_engine_processes_names_its_replacement() -> Non
     said = fault(written(policies__solver__engine={"own_process": True}))
     assert "policies.solver.engine: own_process = true: " in said
     assert "start several rollout workers" in said
-    # As stored jobs of earlier releases say.
+    # As in stored jobs of earlier releases.
     spec = parse_job(written(policies__solver__engine={"own_process": False}))
     assert "own_process" not in spec.model_dump_json()
 

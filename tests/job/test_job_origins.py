@@ -1,4 +1,4 @@
-"""`init_from`: its forms, and what does not go together."""
+"""`init_from`: its forms, and invalid combinations."""
 
 from __future__ import annotations
 

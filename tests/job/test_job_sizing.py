@@ -1,4 +1,4 @@
-"""The shape of a model out of its configuration, compared with the model itself."""
+"""The shape of a model from its configuration, compared with the model itself."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_parameters_counted_from_a_configuration_equal_the_models(config: dict[s
 
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"qwen3_next", "qwen3_5_moe"}))
 def test_every_architecture_has_a_shape(name: str) -> None:
-    """What no rule here knows is counted from the model's skeleton."""
+    """Architectures without a rule are counted from the model's skeleton."""
     model = skeleton(ARCHITECTURES[name])
     shape = shape_of_model(model)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
@@ -70,7 +70,7 @@ def test_every_architecture_has_a_shape(name: str) -> None:
 def test_a_configuration_is_read_from_the_models_directory_or_the_hub_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job's own configuration, a directory, the hub's cache; else nothing is known."""
+    """A job's own configuration, a directory, or the hub's cache; otherwise it is unknown."""
     inline = ModelSpec(config=SMALL, tokenizer="t")
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
@@ -91,7 +91,7 @@ def test_a_configuration_is_read_from_the_models_directory_or_the_hub_cache(
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "qwen3", "hidden_size": "x"}'])
 def test_an_invalid_configuration_has_no_shape(tmp_path: Path, text: str) -> None:
-    """Files that are no configuration are left to the trainer, which says what is wrong."""
+    """Files that are not a configuration are left to the trainer, which reports the fault."""
     (tmp_path / "config.json").write_text(text)
     assert read_shape(ModelSpec(path=str(tmp_path))) is None
     assert shape_of_config({"model_type": "qwen3", "num_attention_heads": 0}) is None
@@ -117,7 +117,7 @@ def test_the_setup_of_a_policy_follows_from_the_job() -> None:
 
 
 def test_memory_follows_how_long_sequences_are_cut() -> None:
-    """What is longer than a pass leaves keys and values; ranks that divide a pass hold parts."""
+    """Sequences longer than a pass keep keys and values; ranks that divide a pass hold parts."""
     shape = shape_of_config({**sizing.MODELS["Qwen3-4B"], "max_position_embeddings": 131_072})
     assert shape is not None
     plain = make_spec(Path("/nowhere")).model_dump(mode="json")
@@ -149,7 +149,7 @@ def test_memory_follows_how_long_sequences_are_cut() -> None:
 
 
 def test_the_sizing_page_shows_what_the_memory_model_computes() -> None:
-    """docs/sizing.md is what `python -m scripts.sizing` writes, for the models that it names."""
+    """docs/sizing.md equals the output of `python -m scripts.sizing`, for the models in it."""
     assert sizing.PAGE.read_text(encoding="utf-8") == sizing.page()
     assert sizing.TRAINING.read_text(encoding="utf-8") == sizing.training_page()
     sizes = {"0.6B": 0.596, "4B": 4.022, "8B": 8.191, "14B": 14.768, "32B": 32.762}
@@ -157,7 +157,7 @@ def test_the_sizing_page_shows_what_the_memory_model_computes() -> None:
     for name, config in sizing.MODELS.items():
         shape = shape_of_config(config)
         assert shape is not None
-        # As the models' cards have them, in billions.
+        # From the models' cards, in billions.
         assert shape.parameters / 1e9 == pytest.approx(sizes[name.removeprefix("Qwen3-")], abs=1e-3)
 
 
@@ -181,7 +181,7 @@ def test_the_sizing_page_shows_what_the_memory_model_computes() -> None:
 def test_activations_are_kept_where_the_step_fits_with_them(
     model: str, tokens: int, ranks: int, others: int, checkpointed: bool
 ) -> None:
-    """On a device of 80 GB, as its driver reports it; the job's own word stays the last."""
+    """On a device of 80 GB, as its driver reports it; the job's own setting overrides."""
     memory = int(79.2 * (1 << 30))
 
     def setup(wish: bool | str, memory: int = memory, **changes: Any) -> TrainingSetup:

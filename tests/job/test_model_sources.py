@@ -1,4 +1,4 @@
-"""The possible contents of a model's section."""
+"""Valid and invalid contents of a model's section."""
 
 from __future__ import annotations
 

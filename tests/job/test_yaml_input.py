@@ -1,4 +1,4 @@
-"""YAML and JSON of users: bounded before they are built, read as meant."""
+"""YAML and JSON of users: bounded before values are built, and read as meant."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_oversized_yaml_is_refused_before_it_is_built(name: str) -> None:
     assert time.process_time() - began < 5
 
 
-# Texts of `n` keys and values besides those of the whole.
+# Texts of `n` keys and values, without those around them.
 MANY: dict[str, Callable[[int], str]] = {
     "mappings": lambda n: f"[{','.join(['{}'] * n)}]",
     "sequences": lambda n: f"[{','.join(['[]'] * n)}]",

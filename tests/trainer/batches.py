@@ -16,7 +16,7 @@ from troupe.job import AlgorithmSpec, JobSpec
 
 @dataclass(frozen=True)
 class Shape:
-    """What a random step looks like."""
+    """The shape of a random step."""
 
     groups: int = 3
     members: int = 4
@@ -35,7 +35,7 @@ def random_rows(model: Any, seed: int, shape: Shape | None = None) -> list[Row]:
     for g in range(shape.groups):
         prompt = rng.integers(VOCABULARY, size=rng.integers(1, shape.prompt + 1))
         members = int(rng.integers(1, shape.members + 1))
-        # All equal now and then: a group without signal.
+        # Sometimes all equal: a group without signal.
         rewards = rng.integers(0, 3, size=members).astype(float) * (rng.random() > 0.15)
         for m in range(members):
             start = prompt
@@ -67,7 +67,7 @@ def random_rows(model: Any, seed: int, shape: Shape | None = None) -> list[Row]:
 
 
 def response_logprobs(model: Any, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [T] and entropies [T] of a response: one row, one plain forward pass."""
+    """Return log-probs [T] and entropies [T] of a response, from one plain forward pass."""
     ids = torch.from_numpy(row.ids)
     logits = model(ids[None]).logits[0, row.prompt_length - 1 : -1] / row.temperature
     logp = torch.log_softmax(logits, -1)
@@ -76,7 +76,7 @@ def response_logprobs(model: Any, row: Row) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def textbook_advantage(row: Row, rows: list[Row], algorithm: AlgorithmSpec) -> float:
-    """Of `row` in the first step, whose samples are `rows`."""
+    """Return the advantage of `row` in the first step, whose samples are `rows`."""
     mean = statistics.mean(row.group_rewards)
     match algorithm.advantage:
         case "rae":
@@ -118,7 +118,7 @@ def full_batch_gradient(
         logp, entropy = response_logprobs(model, row)
         drawn = torch.from_numpy(row.behaviour.copy()).double()
         recomputed = algorithm.old_logprobs == "recomputed"
-        # What the loss's ratio is against; in a step's first update pi_old is pi.
+        # The denominator of the loss's ratio; in a step's first update pi_old is pi.
         anchor = logp.detach() if recomputed else drawn
         ratio = torch.exp(logp - anchor)
         seen = torch.exp(logp - drawn).detach()
@@ -127,7 +127,7 @@ def full_batch_gradient(
         masks = spec.correction in ("masked", "sequence_masked")
         inside = ((seen <= cap) & (seen >= 1 / cap)) | (not masks)
         if algorithm.loss == "gspo":
-            # What is masked is no part of the sequence.
+            # Masked tokens are not part of the sequence.
             s = (ratio[inside].prod() ** (1 / max(1, int(inside.sum())))).expand_as(ratio)
             loss = -torch.minimum(s * advantage, s.clamp(low, high) * advantage)
         elif algorithm.loss == "cispo":

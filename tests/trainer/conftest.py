@@ -42,7 +42,7 @@ async def store_address(empty_redis: str, tmp_path: Path) -> AsyncIterator[str]:
 async def stage(
     store_address: str, tmp_path: Path, tokenizer: Path
 ) -> AsyncIterator[TrainingStage]:
-    """A job with its tables, and a way to start trainers for it."""
+    """Yield a job with its tables, which can start trainers."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(**changes: object) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from troupe.rpc import connect
 
 @asynccontextmanager
 async def doomed(stage: TrainingStage, store_address: str, point: str) -> AsyncIterator[Trainer]:
-    """The trainer; it dies at `point`, and is dead when this ends."""
+    """Yield a trainer that dies at `point`; it is dead when the context ends."""
     ports = stage.root / f"ports {point}"
     environment = {
         "TROUPE_EXPERIENCE_STORE_ADDRESS": store_address,

@@ -125,7 +125,7 @@ RESUMING: Mapping[str, Callable[[], None]] = {
 }
 
 
-# Of a job whose states are written behind the steps, every three of them.
+# Points of a job whose states are written in the background, every three steps.
 BEHIND: Mapping[str, Callable[[], None]] = {
     "before rows are kept": lambda: _before(StepClaims, "keep_rows"),
     "after rows were kept": lambda: _after_await(StepClaims, "keep_rows"),
@@ -150,7 +150,7 @@ def _at_update(patch: Callable[[Any, str], None]) -> None:
     patch(NetworkLearner, "apply")
 
 
-# Of a policy that is a network.
+# Points of a policy that is a network.
 NETWORKS: Mapping[str, Callable[[], None]] = {
     "before a network's update": lambda: _at_update(_before),
     "after a network's update": lambda: _at_update(_after),
@@ -164,7 +164,7 @@ def _serve(point: str, environment: Mapping[str, str]) -> None:
 
 
 def start(point: str, environment: Mapping[str, str]) -> ForkServerProcess:
-    """A trainer process with this environment that dies at `point`."""
+    """Start a trainer process with this environment that dies at `point`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     process = context.Process(target=_serve, args=(point, dict(environment)))

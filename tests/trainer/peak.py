@@ -34,7 +34,7 @@ TOKENS, LENGTH = 512, 128
 
 
 def case(**changes: Any) -> dict[str, Any]:
-    """A job whose policy is small, and much larger than the constants of a pass."""
+    """Return a job whose policy is small, but much larger than the constants of a pass."""
     config = {
         "model_type": "qwen3",
         "vocab_size": 1024,
@@ -70,7 +70,7 @@ class Tracker(MemTracker):
         super()._pre_fw_hook(module, inputs)
 
     def _track_module_params_and_buffers(self, module: Any, install_grad_hooks: bool = True) -> Any:
-        # Of a model with frozen weights gradients are not told from activations.
+        # In a model with frozen weights, the tracker cannot tell gradients from activations.
         trained = all(parameter.requires_grad for parameter in module.parameters())
         return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
 
@@ -121,7 +121,7 @@ def peak(learner: Learner, tokens: int, length: int = LENGTH) -> dict[str, int]:
 
 
 def _alone(values: dict[str, Any]) -> dict[str, int]:
-    """The peak of a learner on one device."""
+    """Return the peak of a learner on one device."""
     spec = JobSpec.model_validate(values)
     policy = spec.policies["solver"]
     if policy.lora is None:
@@ -129,12 +129,12 @@ def _alone(values: dict[str, Any]) -> dict[str, int]:
     else:
         model = load_adapted("solver", policy, 0, CPU)
     learner = Learner(model, spec, "solver", share_prefixes=False)
-    # One pass, of rows that are as long as the job allows.
+    # One pass, with rows as long as the job allows.
     return peak(learner, policy.trainer.forward_tokens or 0, policy.engine.max_context or 0)
 
 
 def main() -> None:
-    """One device, or one rank of a gang."""
+    """Measure one device, or one rank of a gang."""
     values = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     if "RANK" not in os.environ:

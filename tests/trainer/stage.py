@@ -61,7 +61,7 @@ class Trainer:
         return weights
 
     async def bind_again(self, spec: JobSpec, **version: Any) -> common_pb.WeightsRef:
-        """Bind as the orchestrator does: again, where it takes longer than a call's deadline."""
+        """Bind as the orchestrator does: again, if it takes longer than a call's deadline."""
         for _ in range(4):
             with contextlib.suppress(DeadlineExceeded):
                 return await self.bind(spec, **version)
@@ -88,7 +88,7 @@ class Trainer:
     async def trained(self, samples: int) -> None:
         """Wait until a running step has taken this many samples."""
         async with asyncio.timeout(PATIENCE):
-            # It is another service that changes: there is no event to wait for.
+            # Another service changes, so there is no event to wait for.
             while not any(s.samples >= samples for s in await self.statuses()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -167,11 +167,11 @@ class TrainingStage:
         self._first: dict[str, common_pb.WeightsRef] = {}
 
     async def trainer(self, **settings: object) -> Trainer:
-        """A further trainer worker."""
+        """Start another trainer worker."""
         return Trainer(*await self._start(**settings), self)
 
     async def sibling(self, **settings: object) -> tuple[TrainingStage, Trainer]:
-        """Another job in the same store, and a trainer worker of its own."""
+        """Return another job in the same store, with its own trainer worker."""
         job = TrainingStage(new_id("job"), self.tokenizer, self.root, self._channel, self._start)
         return job, await job.trainer(**settings)
 

@@ -44,7 +44,7 @@ async def test_a_commit_names_its_samples(stage: TrainingStage) -> None:
 async def test_a_worker_adopts_a_skipped_step_with_earlier_weights(
     stage: TrainingStage,
 ) -> None:
-    """A worker that was not there adopts a skipped step: its weights are of an earlier one."""
+    """A worker without the step adopts it as skipped: the weights come from an earlier step."""
     spec = stage.spec()
     one, two = await stage.trainer(), await stage.trainer()
     model = stage.first_model(spec)
@@ -76,7 +76,7 @@ async def test_samples_that_are_too_old_are_not_trained(stage: TrainingStage) ->
     await stage.play(model)
     await trainer.run(0, 0, oldest_version=-1)
     await stage.open(1, version=1)
-    # Of the version before the last, which is allowed, and of one older still.
+    # Samples of the version before the last, which is allowed, and of an older one.
     await stage.play(model, step=1, queries=["q0"], version=1)
     await stage.play(model, step=1, queries=["q1"], version=0)
     commit = await trainer.run(1, 1, oldest_version=1)
@@ -177,7 +177,7 @@ async def test_state_made_of_other_samples_than_the_commits_is_refused(
         await two.run(1, 1)
     assert caught.value.kind == "state_mismatch"
     assert (await two.statuses())[0].state == common_pb.BINDING_STATE_IDLE
-    # Mended, it goes on.
+    # Repaired, it continues.
     commit = (
         await stage.store.GetStep(store_pb.GetStepRequest(job_id=stage.job_id, step=0))
     ).commits[0]
@@ -188,7 +188,7 @@ async def test_state_made_of_other_samples_than_the_commits_is_refused(
 
 
 async def test_state_that_is_ahead_of_the_store_is_refused(stage: TrainingStage) -> None:
-    """Somebody restored the state directory but not the store, or the reverse."""
+    """An operator restored the state directory but not the store, or the reverse."""
     spec = stage.spec()
     one, two = await stage.trainer(), await stage.trainer()
     await stage.open()

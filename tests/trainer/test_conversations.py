@@ -42,7 +42,7 @@ def turns_of(stage: TrainingStage) -> list[tuple[str, str, list[store_pb.Sample]
 
 
 def once(samples: list[store_pb.Sample]) -> list[store_pb.Sample]:
-    """As rollout sends them."""
+    """Return the samples as rollout sends them."""
     shared = prefixes.share([store_pb.ClaimedSample(sample=sample) for sample in samples])
     return [item.sample for item in shared]
 

@@ -41,7 +41,7 @@ async def _die_in_first_step(stage: TrainingStage, store_address: str, point: st
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[str]:
-    """Checksums of the versions of a run without faults, once there was one."""
+    """Return the checksums of the versions of a run without faults."""
     return []
 
 
@@ -55,13 +55,13 @@ async def test_one_version_is_left_everywhere_after_a_death(
         steps = [await _step(quiet, trainer, step) for step in range(2)]
         undisturbed.extend(commit.weights.checksum for commit in steps)
     first = await _die_in_first_step(stage, store_address, point)
-    # What the store says is true, and it is one or the other.
+    # The store decides, and its version is one or the other.
     found = await stage.store.GetStep(store_pb.GetStepRequest(job_id=stage.job_id, step=0))
     assert bool(found.commits) == (point in COMMITTED)
     version, checksum = 0, first
     if found.commits:
         version, checksum = 1, found.commits[0].weights.checksum
-        stage.weights(found.commits[0].weights)  # engines can load what was committed
+        stage.weights(found.commits[0].weights)  # engines can load the committed version
     trainer = await stage.trainer()
     await trainer.bind(_spec(stage), version=version, checksum=checksum)
     again = await trainer.run(0, version)
@@ -70,7 +70,7 @@ async def test_one_version_is_left_everywhere_after_a_death(
     after = await _step(stage, trainer, 1)
     assert [first, again.weights.checksum, after.weights.checksum] == undisturbed
     await trainer.checkpoint(2)  # the state is written behind the step
-    # Nothing half written, nothing too many.
+    # Nothing is half written or superfluous.
     states = stage.root / "runs" / stage.job_id / "state/solver"
     assert sorted(path.name.split("-")[0] for path in states.iterdir()) == ["v1", "v2"]
     keys = stage.transfer.keys(f"{stage.job_id}/solver/")

@@ -48,9 +48,9 @@ async def test_a_critic_moves_with_its_policy_and_engines_never_see_it(
         assert commit.outcome == store_pb.STEP_OUTCOME_APPLIED, commit.reason
         ref = commit.weights
         await trainer.release()
-        trainer = await stage.trainer()  # goes on from what the other one left
+        trainer = await stage.trainer()  # continues from the other worker's state
         await trainer.bind(spec, version=step + 1, checksum=ref.checksum)
-    # What the other agents were told says what the reward is; the second step's critic knows.
+    # The other agents' prompts determine the reward, which the second step's critic knows.
     assert commit.metrics["critic/value_mean"] != 0.0
     assert commit.metrics["loss/value"] > 0
     assert not [key for key in stage.transfer.keys(stage.job_id) if "critic" in key]
@@ -85,7 +85,7 @@ async def test_a_step_whose_second_update_fails_is_skipped_whole(
     assert commit.weights.checksum == first.checksum
     found = trainer.worker.bindings.bound[stage.job_id, "solver"].learner.published()
     assert all(torch.equal(t.cpu(), expected[n]) for n, t in found.items())
-    # The next one is made from there.
+    # The next step starts from there.
     await stage.open(1)
     await stage.play(stage.first_model(spec), step=1)
     assert (await trainer.run(1, 0)).weights.version == 1

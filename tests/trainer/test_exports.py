@@ -29,8 +29,8 @@ from troupe.workflow.backend import Sampling
 
 PROMPTS = ([5, 6], [17], [9, 3, 9, 3, 9])
 TOKENS = 12
-# What differs between them: names that share a tensor, the published type, what is trained, a
-# value network beside it.
+# They differ in names that share a tensor, the published type, the trained weights, and a
+# value network.
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied": {"model": {"tie_word_embeddings": False}},
@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def spec_of(stage: TrainingStage, kind: str) -> JobSpec:
     how = dict(KINDS[kind])
-    # As sure of its next token as a trained one: a random model is near uniform.
+    # As sure of its next token as a trained model; a random model is nearly uniform.
     config = tiny_config(initializer_range=0.5, **how.pop("model", {}))
     model = {
         "config": config,
@@ -60,7 +60,7 @@ def spec_of(stage: TrainingStage, kind: str) -> JobSpec:
 
 
 async def trained(stage: TrainingStage, spec: JobSpec) -> tuple[common_pb.WeightsRef, Any]:
-    """Version 1 as published, and the trainer's own model."""
+    """Return version 1 as published, and the trainer's own model."""
     trainer = await stage.trainer()
     await trainer.bind(spec)
     await stage.open()
@@ -88,7 +88,7 @@ def load(folder: Path) -> Any:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int]) -> list[int]:
-    """The most likely tokens after `prompt`, by plain forward passes."""
+    """Return the most likely tokens after `prompt`, by plain forward passes."""
     ids = list(prompt)
     for _ in range(TOKENS):
         inputs = torch.tensor([ids], device=model.device)
@@ -193,7 +193,7 @@ async def test_damaged_weights_are_neither_exported_nor_trained_on(
     name = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
     folder = checkpoint_path(stage.root / "runs", stage.job_id, "solver", 1)
     data = bytearray((folder / name).read_bytes())
-    data[-3] ^= 0x10  # of a weight: it loads as before
+    data[-3] ^= 0x10  # of a weight: the checkpoint loads as before
     (folder / name).write_bytes(data)
     runs, target = str(stage.root / "runs"), tmp_path / "exported"
     arguments = ["export", stage.job_id, str(target), "--data-dir", runs]
@@ -209,7 +209,7 @@ async def test_damaged_weights_are_neither_exported_nor_trained_on(
 
 
 def begin_from(folder: Path, policy: PolicySpec) -> None:
-    """Load what a further job begins with."""
+    """Load the weights with which another job begins."""
     if policy.lora is None:
         model = ModelSpec(path=str(folder))
         load_model("solver", policy.model_copy(update={"model": model}), 0)

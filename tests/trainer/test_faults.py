@@ -57,7 +57,7 @@ async def test_a_full_disk_fails_the_step_and_not_the_policy(
 
 
 async def test_damaged_weights_are_not_saved_as_a_checkpoint(stage: TrainingStage) -> None:
-    """What is read one tensor at a time is verified as it is written."""
+    """Tensors that are read one at a time are verified while they are written."""
     spec = stage.spec()
     trainer = await stage.trainer()
     await trainer.bind(spec)
@@ -130,7 +130,7 @@ async def test_a_step_without_watchers_is_given_up(stage: TrainingStage) -> None
         return (await trainer.statuses())[0].state == common_pb.BINDING_STATE_IDLE
 
     await until(idle)
-    # A claim that was under way is given back when it is answered.
+    # A claim in flight is given back when it is answered.
     request = store_pb.GetStepRequest(job_id=stage.job_id, step=0)
 
     async def given_back() -> bool:
@@ -143,7 +143,7 @@ async def test_a_step_without_watchers_is_given_up(stage: TrainingStage) -> None
 
 
 async def test_binding_again_keeps_the_step(stage: TrainingStage) -> None:
-    """An orchestrator that was restarted binds again: nothing that was computed is lost."""
+    """A restarted orchestrator binds again: no computed gradient is lost."""
     spec = stage.spec()
     trainer = await stage.trainer()
     await stage.open()

@@ -19,7 +19,7 @@ WEIGHTS = {"w": torch.ones(2)}
 
 
 class Hosts(dict[str, "Trainer"]):
-    """The trainers that are up, and what lies in their hosts' transfer layer."""
+    """The trainers that are up, and the contents of their hosts' transfer layer."""
 
     def __init__(self) -> None:
         self.lying: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -29,7 +29,7 @@ class Hosts(dict[str, "Trainer"]):
 
 
 class Host:
-    """What a trainer sees of `HostTransfer`."""
+    """`HostTransfer`, as far as a trainer uses it."""
 
     def __init__(self, name: str, hosts: Hosts) -> None:
         self.holders, self._hosts = [name], hosts
@@ -112,7 +112,7 @@ def test_a_host_that_joins_later_gets_the_first_version(tmp_path: Path, first: b
     assert late.states.versions() == ([0, 4] if first else [4]), "no more than is needed"
     assert torch.equal(late.states.load(4).weights["w"], WEIGHTS["w"])
     maker.save(5, first=first)
-    # Once is enough; nothing stays where hosts read it.
+    # One copy is enough; the offered state is deleted.
     assert hosts.offered == ["v0", "v1", "v2", "v3", "v4", *["v0"] * first, "v5"]
     assert not hosts.lying
 

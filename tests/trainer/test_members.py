@@ -1,4 +1,4 @@
-"""Frozen versions: kept to the bit, published whenever they are wanted, gone when they are not."""
+"""Frozen versions: kept bit for bit, published on request, deleted when no longer needed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_member_outlives_its_version(stage: TrainingStage) -> None:
     first = await trainer.bind(spec)
     path = await keep(trainer, first)
     assert await keep(trainer, first) == path
-    # Somebody loads it, and there is one file of weights.
+    # It can be loaded, and has one file of weights.
     assert AutoModelForCausalLM.from_pretrained(path).config.model_type == "qwen3"
     assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
     await trainer.release()

@@ -23,7 +23,7 @@ from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank
 
 # The model is at most this far below the truth, and at most that far above.
 BELOW, ERROR = 0.01, 0.1
-# Of a model of a real size it is within this, above or below.
+# For a model of a real size, the prediction is within this, above or below.
 REAL_ERROR = 0.1
 # Of ranks that divide experts: the model has room for a load that is not even.
 UNEVEN = 1.35
@@ -76,7 +76,7 @@ def compare(name: str, measured: dict[str, int], model: RankMemory) -> None:
 
 
 def peak_alone(values: dict[str, Any], directory: Path) -> dict[str, int]:
-    """The peak of a learner on one device, in a separate process."""
+    """Return the peak of a learner on one device, in a separate process."""
     path = directory / "case.json"
     path.write_text(json.dumps(values))
     command = [sys.executable, "-m", "tests.trainer.peak", str(path)]
@@ -125,7 +125,7 @@ def test_a_model_of_real_size_needs_the_predicted_memory(
 
 
 def peak_of_rank(values: dict[str, Any], directory: Path) -> dict[str, int]:
-    """The peak of the first of two gloo ranks, each in a process of its own."""
+    """Return the peak of the first of two gloo ranks, each in a separate process."""
     path = directory / "case.json"
     path.write_text(json.dumps(values))
     port, ranks = free_port(), []

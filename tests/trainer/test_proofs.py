@@ -80,6 +80,6 @@ async def test_a_base_is_published_with_its_proof(stage: TrainingStage) -> None:
     keys = [key for key in stage.transfer.keys("") if "/base." in key]
     assert keys == [base_key(stage.job_id, keys[0].split("base.")[1].split("/")[0])]
     base = proof_in(stage.transfer.manifest(keys[0]).metadata)
-    # B is zero: the first version computes what its base does.
+    # B is zero: the first version computes the same as its base.
     assert base is not None
     assert base.logprobs == pytest.approx(ref.proof.logprobs)

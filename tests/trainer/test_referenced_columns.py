@@ -1,4 +1,4 @@
-"""Columns of which the store holds a reference only: loaded, deleted, or gone."""
+"""Columns of which the store holds only a reference: loaded, deleted, or lost."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_columns_by_reference_are_loaded_and_then_deleted(stage: TrainingS
 async def test_owners_that_do_not_answer_do_not_delay_training(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values are deleted beside the compute thread, and the step ends without their owners."""
+    """Values are deleted outside of the compute thread, and the step ends without their owners."""
     monkeypatch.setattr(step, "_DROP_SECONDS", 0.05)
     spec = stage.spec()
     trainer = await stage.trainer()
@@ -87,7 +87,7 @@ async def test_owners_that_do_not_answer_do_not_delay_training(
 
 
 async def test_samples_whose_values_are_gone_are_dropped(stage: TrainingStage) -> None:
-    """The step goes on with the others; values that nobody reads need not be there."""
+    """The step continues with the others; values that training does not read may be missing."""
     commits = []
     for gone in (frozenset({"q0-s0-t1", "q1-s0-t2"}), frozenset[str]()):
         run, trainer = await stage.sibling()
@@ -103,7 +103,7 @@ async def test_samples_whose_values_are_gone_are_dropped(stage: TrainingStage) -
                 length = samples[0].response_ids.shape[0]
                 run.transfer.set(key, {"value": torch.zeros(length)})
             samples[0].columns["reference_logprobs"].ref = key
-            # Nobody reads this one: whether it is there does not matter.
+            # Training does not read this one, so it may be missing.
             samples[0].columns["picture"].ref = f"{run.job_id}/columns/{trajectory}/picture"
             await run.append(query, trajectory, samples)
         commits.append(await trainer.run(0, 0))
@@ -123,7 +123,7 @@ async def test_samples_whose_values_are_gone_are_dropped(stage: TrainingStage) -
 async def test_columns_of_dropped_samples_are_deleted_before_the_step_ends(
     stage: TrainingStage,
 ) -> None:
-    """Whoever trains the rest if the leases are lost never sees the samples that were dropped."""
+    """If the leases are lost, the next trainer never sees the dropped samples."""
     spec = stage.spec(algorithm={"kl_coefficient": 0.1})
     trainer = await stage.trainer()
     await stage.open()

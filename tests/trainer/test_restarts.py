@@ -40,7 +40,7 @@ async def restart(
 
 
 def samples(found: list[tuple[str, str, Any]], version: int, step: int) -> list[Any]:
-    """The same samples, begun by another version in another step."""
+    """Return the same samples, begun by another version in another step."""
     moved = []
     for query, trajectory, own in found:
         name = trajectory.replace("-s0-", f"-s{step}-")
@@ -66,7 +66,7 @@ async def test_a_policy_that_begins_again_learns_as_a_new_one(stage: TrainingSta
     assert again.key == f"{first.job_id}/solver/weights@2"
     assert checksum_of(stage.weights(again)) == first.checksum
     assert await restart(trainer, first, left=1) == again, "repeated"
-    # The store has not heard of it, and its worker dies: what it left is there still.
+    # The store does not know of it, and its worker dies: its files are still there.
     other = await stage.trainer(worker_id="another")
     assert (await other.bind(spec, version=1, checksum=learned.checksum)).version == 1
     again = await restart(other, first, left=1)
@@ -80,7 +80,7 @@ async def test_a_policy_that_begins_again_learns_as_a_new_one(stage: TrainingSta
     for query, trajectory, own in samples(stage.rollouts(model), 2, 1):
         await stage.append(query, trajectory, own, 1)
     assert (await other.run(1, 2)).weights.checksum == learned.checksum
-    # The first version is never too old to begin again with.
+    # The first version is never too old for a new beginning.
     states = StateStore(stage.root / "runs", first.job_id, "solver")
     assert 0 in states.versions()
 
@@ -100,6 +100,6 @@ async def test_a_policy_that_cannot_begin_again_is_refused_with_a_reason(
 
     assert (await refused(left=3)).kind == "not_bound"
     assert (await refused(0, "0" * 32)).kind == "state_not_found"
-    # Nothing of it was taken: it goes on from where it is.
+    # None of its state was taken: it continues from there.
     await stage.play(stage.first_model(spec))
     assert (await trainer.run(0, 0)).weights.version == 1

@@ -48,7 +48,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.slow)])
 def python(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """What launches a server: the double, or SGLang where the environment names one."""
+    """Return the interpreter of servers: the double's, or SGLang's if the environment names it."""
     if request.param == "real":
         return interpreter(tmp_path)
     return sglang_double(tmp_path)
@@ -86,7 +86,7 @@ def loader_of(engine: SglangEngine) -> DirectLoader:
 
 
 async def trained(stage: TrainingStage, trainer: Trainer, spec: JobSpec, step: int) -> Any:
-    """The weights after a further step."""
+    """Return the weights after another step."""
     await stage.open(step, version=step)
     await stage.play(stage.first_model(spec), step=step, version=step)
     return (await trainer.run(step, step)).weights
@@ -176,8 +176,8 @@ async def test_on_a_cpu_nothing_is_sent_unless_the_job_says_so(
         ref.CopyFrom(first)
         ref.trained_on.device = "cuda"
         ref.trained_on.device_uuid = "GPU-1"
-        # (What the server sees, the job's wish, the way.) A server that cannot open the handles of
-        # a GPU would end; of an attached one it is not known what it sees.
+        # (The server's devices, the job's setting, the way.) A server that cannot open handles of
+        # a GPU would end; the devices of an attached server are unknown.
         for visible, setting, way in (
             ({"GPU-0", "GPU-1"}, "auto", "ipc"),
             ({"GPU-0"}, "auto", "broadcast"),
@@ -300,7 +300,7 @@ async def test_a_caller_that_leaves_frees_the_trainer(stage: TrainingStage) -> N
 
 
 class BrokenGroup(JoinedGroup):
-    """A process group with a server that fails where `fails` says."""
+    """A process group with a server that fails at the point `fails`."""
 
     def __init__(self, fails: str) -> None:
         self.fails, self.ended = fails, threading.Event()
@@ -352,7 +352,7 @@ async def test_an_update_whose_process_group_fails_raises_a_typed_error_and_take
         await served.update_weights(first, stage.transfer)
         assert served.last_update is not None
         assert (served.last_update.way, served.update_fallbacks) == ("in_place", 1)
-        # The way is not tried again: the next update would pause its turns as long.
+        # The way is not tried again: the next update would pause its turns just as long.
         second = await trained(stage, trainer, spec, 0)
         await served.update_weights(second, stage.transfer)
         assert (served.last_update.way, served.update_fallbacks) == ("in_place", 1)

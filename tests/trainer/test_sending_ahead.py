@@ -42,7 +42,7 @@ IDS = [3, 1, 4, 1, 5]
 
 
 class Publishing:
-    """The publication of trained versions, which waits until a test lets it go on."""
+    """The publication of trained versions, which waits for a test."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -110,7 +110,7 @@ async def one_engine(
 
 
 async def fails_without_tokens(turn: asyncio.Task[Any]) -> None:
-    """A turn that weights without a commit had a part in is returned with none of its tokens."""
+    """Check that a turn of uncommitted weights is returned without its tokens."""
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(EngineStale) as failure:
             await turn
@@ -182,7 +182,7 @@ async def test_a_step_that_is_not_committed_leaves_no_trace_in_the_engines(
         assert {span.version for span in (await ask(engine, "then", IDS)).versions} == {0}
         again, commit = await run_step(stage, trainer, 0)
         assert again.trained_on.step_result != announced.trained_on.step_result
-        # Too late: what it asks for is given up.
+        # Too late: its request is given up.
         assert await policy.load_ahead(announced) == 0
         ref = await commit
         await policy.update(ref)
@@ -249,7 +249,7 @@ async def test_a_server_that_fails_before_the_commit_costs_no_version(
         engines,
     ):
         announced, commit = await stepped(stage, trainer, spec)
-        # Those in a process group with it have a part of the weights, and go back, too.
+        # Engines of its process group have a part of the weights, and go back, too.
         assert await policy.load_ahead(announced) == 0
         await until(lambda: policy.serving == 2)
         assert {one.version for one in engines} == {0}
@@ -310,7 +310,7 @@ async def test_stepped_weights_stay_as_they_are_while_they_are_sent(stage: Train
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         thread = threading.Thread(target=give_up)
         thread.start()
-        # The publication goes on meanwhile.
+        # The publication continues during that time.
         ref = versions.persist(Frontier(0, 1), keeping=True)
         assert ref.trained_on.step_result == result
         assert all(before[name].equal(tensor) for name, tensor in tensors.items())

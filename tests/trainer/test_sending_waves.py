@@ -1,6 +1,6 @@
 """A version from a real trainer to the servers of a wave: one process group, each bucket once.
 
-The servers are processes of their own, doubles of SGLang or real ones on a CPU, in gloo groups.
+The servers are separate processes, doubles of SGLang or real ones on a CPU, in gloo groups.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ async def serving(
     python: str,
     launches: Sequence[Sequence[str]],
 ) -> AsyncIterator[tuple[ServedPolicy, list[SglangEngine]]]:
-    """A policy that launched servers serve, one for each of `launches`, their arguments."""
+    """Yield a policy served by launched servers, one for each of `launches`, their arguments."""
     own = spec.policies["solver"].model_dump()
     own["engine"] |= {
         "kind": "sglang",
@@ -109,7 +109,7 @@ async def serving(
 
 
 def reports(engines: Iterable[SglangEngine]) -> list[tuple[int | None, str, int]]:
-    """Served version, way and fallbacks of each."""
+    """Return the served version, way and fallbacks of each."""
     return [
         (one.version, one.last_update.way if one.last_update else "", one.update_fallbacks)
         for one in engines
@@ -142,7 +142,7 @@ async def test_all_servers_of_a_wave_share_one_group_and_every_bucket(
             # (The trainer knows from the first version that the second worker does not send.)
             assert (made["rounds"], made["servers"], made["workers"]) == (1, count, version)
             published = stage.weights(ref)
-            # Whatever the number of servers: one copy of each tensor, in buckets for all.
+            # For any number of servers: one copy of each tensor, in buckets for all.
             assert made["tensors"] == len(published)
             assert made["bytes"] == sum(tensor.nbytes for tensor in published.values())
             # The group of all is kept for later versions.
@@ -173,7 +173,7 @@ async def test_a_server_that_fails_in_a_wave_costs_only_itself(
         if fault == "dies":
             await until(lambda: bad.restarts == 1 and policy.serving == 3)
         assert reports([bad])[0][:2] == (1, "in_place")
-        # The others go on together.
+        # The others continue together.
         made.clear()
         await policy.update(await trained(stage, trainer, spec, 1))
         assert reports(good) == [(2, "broadcast", 1)] * 2
@@ -182,7 +182,7 @@ async def test_a_server_that_fails_in_a_wave_costs_only_itself(
 
 
 class Server:
-    """A server that says, for each event, what a test has it say; it is in no real group."""
+    """A server with scripted answers to each event, in no real group."""
 
     def __init__(
         self, round_: sending.SendingRound, way: str, says: Callable[[Server, int], None]
@@ -203,7 +203,7 @@ class Server:
 
     @property
     def error(self) -> str:
-        """The kind of its error."""
+        """Return the kind of its error."""
         return "" if self.receiver.error is None else self.receiver.error.kind
 
 
@@ -282,7 +282,7 @@ def test_only_failed_servers_are_blamed_and_one_without_a_group_gets_everything(
 
 async def test_a_round_waits_for_all_servers_of_the_rollout_workers_that_usually_send() -> None:
     def complete(waves: Sequence[str], workers: int, usual: int | None) -> list[bool]:
-        """Whether it begins after each server; those of a wave of two are called alike."""
+        """Return whether it begins after each server; servers of a wave of two share a name."""
         groups = sending.UpdateGroups("127.0.0.1", CPU)
         assembly, found = weight_sender._Assembly(sending.SendingRound(groups)), []
         for name in waves:
@@ -297,7 +297,7 @@ async def test_a_round_waits_for_all_servers_of_the_rollout_workers_that_usually
     assert complete("a", 1, None) == [True]
     assert complete("aa", 1, 7) == [False, True]
     assert complete("abab", 2, None) == [False, False, False, True]
-    # Of two workers one had no server for the version before.
+    # One of two workers had no server for the previous version.
     assert complete("aa", 2, 1) == [False, True]
 
 

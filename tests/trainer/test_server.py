@@ -74,7 +74,7 @@ async def test_resume_elsewhere_is_bitwise_the_same(stage: TrainingStage) -> Non
     stage.first_model(stage.spec()).save_pretrained(stage.root / "model")
     both = ("solver", "twin")
     source = {"path": str(stage.root / "model"), "tokenizer": str(stage.tokenizer)}
-    # On a GPU the fastest kernels add in any order.
+    # On a GPU the fastest kernels add in varying orders.
     pipeline = {"steps": 10, "queries_per_step": 2, "deterministic": torch.cuda.is_available()}
     spec = stage.spec(policies=both, model=source, pipeline=pipeline)
     stay, leave, take = await stage.trainer(), await stage.trainer(), await stage.trainer()
@@ -97,7 +97,7 @@ async def test_resume_elsewhere_is_bitwise_the_same(stage: TrainingStage) -> Non
 
 
 async def test_a_policy_learns_to_prefer_a_rewarded_token(stage: TrainingStage) -> None:
-    """Reward for one token: the policy comes to prefer it."""
+    """One token is rewarded; the policy learns to prefer it."""
     spec = stage.spec(optimizer={"lr": 3e-2})
     trainer = await stage.trainer()
     weights = await trainer.bind(spec)
@@ -173,14 +173,14 @@ async def test_a_nan_loss_skips_the_step(stage: TrainingStage, broken: float) ->
     assert commit.weights == first
     binding = trainer.worker.bindings.bound[(stage.job_id, "solver")]
     assert all(torch.equal(before[n], t.cpu()) for n, t in binding.learner.weights().items())
-    # The job goes on.
+    # The job continues.
     await stage.open(1)
     await stage.play(stage.first_model(spec), step=1)
     assert (await trainer.run(1, 0)).weights.version == 1
 
 
 def with_logprob(sample: store_pb.Sample, value: float) -> store_pb.Sample:
-    """The sample with its first log-prob replaced."""
+    """Return the sample with its first log-prob replaced."""
     logprobs = tensors.from_proto(sample.logprobs).copy()
     logprobs[0] = np.float32(value)
     changed = store_pb.Sample()
@@ -203,7 +203,7 @@ async def test_a_step_goes_on_when_its_client_leaves(stage: TrainingStage) -> No
     await asyncio.gather(watching, return_exceptions=True)
     with pytest.raises(FailedPrecondition, match="in step 0"):
         await trainer.run(1, 0)
-    # Comes back, and finds what was done.
+    # It comes back, and finds the result.
     again = asyncio.create_task(trainer.events(0, 0))
     for query, trajectory, samples in rollouts[4:]:
         await stage.append(query, trajectory, samples)
@@ -235,7 +235,7 @@ async def test_release_gives_the_samples_back(stage: TrainingStage) -> None:
 
 
 async def test_a_superseded_worker_cannot_commit(stage: TrainingStage) -> None:
-    """Two workers believe to hold the policy: one step is committed, each sample counts once."""
+    """Two workers believe that they hold the policy: one commits, and each sample counts once."""
     spec = stage.spec()
     old, new = await stage.trainer(trainer_lease_seconds=0.6), await stage.trainer()
     await stage.open()

@@ -1,4 +1,4 @@
-"""The simulated learner: its time, that workers share it, and that all around it is real."""
+"""The simulated learner: its time, which policies of a worker share, and its real surroundings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 # A step of 8 samples with 4 prompt and 2 response tokens: 48 tokens.
 PACE = {"backward_tokens_per_second": 120, "step_seconds": 0.1}
 SECONDS = 48 / 120 + 0.1
-# What a machine that does other things may add.
+# The additional time of a busy machine.
 LATE = 1.5
 
 
@@ -93,7 +93,7 @@ async def test_a_step_takes_its_modelled_time_and_makes_a_version(
     path = await trainer.checkpoint(1)
     assert json.loads((path / "config.json").read_text())["model_type"] == "simulated"
 
-    # A worker that never saw it goes on from what is on the disk.
+    # A new worker continues from the state on disk.
     other = await stage.trainer()
     again = await other.bind(spec, version=1, checksum=commit.weights.checksum)
     assert again.checksum == commit.weights.checksum
@@ -182,7 +182,7 @@ async def test_while_another_computes_a_policy_comes_and_goes_at_no_cost(
     began = time.monotonic()
     state = await trainer.suspend("leaves")
     assert state.seconds < quiet.seconds / 5, "nobody computed then"
-    # It comes when the micro-batch is over; what it waits until then holds nothing up.
+    # It arrives when the micro-batch is over; its wait until then delays nothing.
     await trainer.resume(spec, state, policy="leaves")
     waited = time.monotonic() - began
     (status,) = [one for one in await trainer.statuses() if one.policy == "leaves"]

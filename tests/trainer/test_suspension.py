@@ -33,7 +33,7 @@ def spec_of(stage: TrainingStage, **pipeline: Any) -> JobSpec:
 
 
 async def half_a_step(job: TrainingStage, trainer: Trainer, spec: JobSpec) -> Events:
-    """A step that runs and has computed what there is: half of the samples are still to come."""
+    """Return a running step that has computed the first half of its samples."""
     await trainer.bind(spec)
     await job.open()
     await rest(job, spec, "q0")
@@ -49,7 +49,7 @@ async def rest(job: TrainingStage, spec: JobSpec, query: str = "q1") -> None:
 
 
 async def audited(stage: TrainingStage) -> store_pb.PolicyAudit:
-    """Nothing twice, nothing lost, whatever happened."""
+    """Check that no sample is lost or trained twice."""
     audit = await stage.store.AuditTables(store_pb.AuditTablesRequest(job_id=stage.job_id))
     assert list(audit.violations) == []
     (policy,) = audit.policies
@@ -76,13 +76,13 @@ async def test_a_step_that_moves_to_another_worker_ends_with_the_same_bits(
     with pytest.raises(TroupeError) as stopped:
         await running
     assert stopped.value.kind == "step_suspended"
-    # Nobody needs its device: it is told what is there, and where.
+    # Its device is not needed: the state's place is reported.
     (status,) = await here.statuses()
     assert status.state == common_pb.BINDING_STATE_SUSPENDED
     assert (state.version, state.step, state.samples) == (0, 0, 4 if deterministic else 3)
     assert state.num_bytes == stage.transfer.manifest(state.key).num_bytes
     assert await here.suspend() == state, "repeated"
-    # The leases are held meanwhile, and what comes goes on being collected.
+    # The leases are held in the meantime, and new samples are still collected.
     await rest(stage, spec)
     await there.prefetch(spec, state)
     (status,) = await there.statuses()
@@ -127,7 +127,7 @@ async def test_a_policy_that_leaves_and_returns_to_a_worker_reuses_its_memory(
 async def test_a_state_that_was_fetched_ahead_is_not_taken_for_a_later_one(
     stage: TrainingStage,
 ) -> None:
-    """Their tensors are the same where samples changed no gradient; their claims are not."""
+    """Their tensors are equal if samples changed no gradient; their claims differ."""
     values = spec_of(stage, queries_per_step=4).model_dump()
     values["policies"]["solver"]["simulated"] = {"step_seconds": 0.0}
     spec = JobSpec.model_validate(values)
@@ -147,7 +147,7 @@ async def test_a_state_that_was_fetched_ahead_is_not_taken_for_a_later_one(
     first = await here.suspend()
     await asyncio.gather(running, return_exceptions=True)
     await there.prefetch(spec, first)
-    # It is here that it goes on, after all.
+    # It continues here after all.
     await here.resume(spec, first)
     await play("q1")
     await play("q2")
@@ -254,9 +254,9 @@ async def test_a_step_that_another_worker_has_begun_is_not_counted_twice(
     state = await here.suspend()
     await asyncio.gather(running, return_exceptions=True)
     await rest(stage, spec)
-    await there.bind(spec)  # afresh: nobody knew of the suspended state
+    await there.bind(spec)  # again, without the suspended state
     other = await there.run(0, 0)
-    with pytest.raises(NotFound) as gone:  # who binds afresh forgets what waited on its host
+    with pytest.raises(NotFound) as gone:  # a new binding forgets the state that waited on its host
         await here.resume(spec, state)
     assert (gone.value.kind, gone.value.field) == ("suspended_state_gone", "state.key")
     assert other.num_samples == (await audited(stage)).trained == 8

@@ -14,7 +14,7 @@ from troupe.job import JobSpec
 from troupe.rpc import NotFound, TroupeError
 from troupe.v1.trainer_pb2 import SuspendedState
 
-# Where the state is nobody's any more: whoever took it is dead.
+# Points at which the state has no owner: the worker that took it is dead.
 TAKEN = {"after the state was taken", "after the device is filled", "in the step that goes on"}
 
 
@@ -27,7 +27,7 @@ async def test_a_step_begins_again_after_a_death_in_suspension(
     async with doomed(stage, store_address, point) as trainer:
         running = await half_a_step(stage, trainer, spec)
         with pytest.raises(TroupeError):
-            await trainer.suspend()  # nobody hears where the state is
+            await trainer.suspend()  # the state's place is not reported
         await asyncio.gather(running, return_exceptions=True)
     await rest(stage, spec)
     other = await stage.trainer()

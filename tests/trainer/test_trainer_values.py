@@ -1,4 +1,4 @@
-"""Values by reference: which are gone, which are only away, and how long they are waited for."""
+"""Values by reference: lost or only unreachable ones, and how long the trainer waits for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(items: Sequence[store_pb.ClaimedSample], load: Load) -> list[Any]:
 
 
 class Host:
-    """What a transfer layer would say, and how long it was asked to wait."""
+    """The answers of a transfer layer, and the times that it was asked to wait."""
 
     def __init__(self, **errors: Exception) -> None:
         self.errors = errors
@@ -60,12 +60,12 @@ def test_only_the_first_missing_value_is_waited_for() -> None:
     assert len(rows) == 2
     assert host.waits[:2] == [("a", 30.0), ("b", 30.0)]
     assert {patience for _, patience in host.waits[2:]} == {0.0}
-    # What was loaded is not loaded again.
+    # Loaded values are not loaded again.
     assert [key for key, _ in host.waits].count("a") == 1
 
 
 def test_each_claim_waits_once() -> None:
-    """Between two claims there may be hours, and another host may be away for seconds."""
+    """Claims may be hours apart, and another host may be away for seconds."""
     host = Host(**{key: KeyNotFound(key, "nobody has it") for key in "abcd"})
     values = Values(host.fetch, 30.0)
     for keys in ("ab", "cd"):

@@ -1,4 +1,4 @@
-"""Another host for tests: an own process, root and owner. `python -m tests.transfer.remote_host`.
+"""Another host: a process with its own root and owner. `python -m tests.transfer.remote_host`.
 
 Arguments: root, token, ucx (1 or 0), then optionally a MiB of state to set under `KEY` and under
 `OTHER`. Prints the address, and serves until stdin closes.
@@ -20,7 +20,7 @@ OTHER = "job/critic/weights@1"
 
 
 def state(mib: int) -> dict[str, torch.Tensor]:
-    """The same bytes in every process: two matrices of `mib` MiB together, and small things."""
+    """Return the same state in every process: two matrices of `mib` MiB, and small tensors."""
     count = mib * 2**20 // 8
     return {
         "first": torch.arange(count, dtype=torch.int32),

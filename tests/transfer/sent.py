@@ -1,4 +1,4 @@
-"""A state of another host, and the parts of it that are sent."""
+"""A state of another host, and a record of the parts that are sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state(mib: int = 0) -> dict[str, torch.Tensor]:
 
 
 def leftovers(transfer: Transfer) -> list[Path]:
-    """Files that take room: states, visible or not."""
+    """Return the files that take room: states, visible or not."""
     notes = (".lock", ".fetched", ".verified")
     files = (path for path in transfer.roots[0].rglob("*") if path.is_file())
     return [path for path in files if not path.name.endswith(notes)]
@@ -35,7 +35,7 @@ def leftovers(transfer: Transfer) -> list[Path]:
 def corrupting(
     monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, bytearray], None]
 ) -> list[int]:
-    """Make the owner's bytes change after they were checksummed; the chunks sent, in order."""
+    """Change the owner's bytes after they were checksummed; return the chunks sent, in order."""
     sent: list[int] = []
     real = serving._message
     # Chunks of one message each.

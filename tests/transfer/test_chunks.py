@@ -13,7 +13,7 @@ _ALIGNMENT = 64
 
 
 def chunk_of(sizes: list[int], begin: int) -> tuple[Chunk, bytearray]:
-    """Tensors of `sizes` bytes one after another, with room between them, and all bytes."""
+    """Return tensors of `sizes` bytes one after another, with gaps between them, and all bytes."""
     spans, at = [], begin
     data = bytearray(torch.randint(0, 256, (begin + 2 * sum(sizes) + 4096,)).tolist())
     for number, size in enumerate(sizes):
@@ -39,7 +39,7 @@ def test_a_chunk_is_verified_alike_in_whatever_messages_it_comes(
         at = begin + spoil % chunk.nbytes
         sent[at] ^= 1
         hit = [s.name for s in chunk.spans if s.offset <= at < s.offset + s.nbytes]
-        expected = hit[0] if hit else ""  # what lies between tensors is nobody's
+        expected = hit[0] if hit else ""  # bytes between tensors belong to none
     came = bytearray(len(sent))
     check = Verification(chunk, memoryview(came))
     end = 0

@@ -1,4 +1,4 @@
-"""The forms in which tensors are stored: one by one, named in the manifest, refused if unknown."""
+"""Codecs of stored tensors: one per tensor, named in the manifest, refused if unknown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSORS = {
 
 
 class Widened(blob.Codec):
-    """Stores float32 as the bfloat16 values that it has."""
+    """Stores float32 tensors whose values fit bfloat16 as bfloat16."""
 
     def nbytes(self, dtype: torch.dtype, shape: Sequence[int]) -> int:
         return blob.CODECS[blob.RAW].nbytes(torch.bfloat16, shape)

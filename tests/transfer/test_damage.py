@@ -1,4 +1,4 @@
-"""Bytes that change where a state lies: refused, never half applied, had again from others."""
+"""Stored bytes that change: refused, never half applied, fetched again from others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state(mib: int = 2) -> dict[str, torch.Tensor]:
 
 
 def spoil(path: Path, place: int) -> None:
-    """Another byte at `place` (from the end if negative), as a disk or memory that fails has."""
+    """Change the byte at `place` (from the end if negative), as a failing disk or memory does."""
     with open(path, "r+b") as file:
         file.seek(place, os.SEEK_SET if place >= 0 else os.SEEK_END)
         byte = file.read(1)
@@ -36,7 +36,7 @@ def spoil(path: Path, place: int) -> None:
 
 @pytest.fixture(params=["peer", "owner of this host"])
 def here(request: Any, tmp_path: Path, owner: TransferOwner) -> Iterator[Transfer]:
-    """Reaches `owner` by itself, or through an owner of its own as services do."""
+    """Return a transfer that reaches `owner` by itself, or through its own owner as services do."""
     root = tmp_path / "here"
     if request.param == "peer":
         peer = Peer(owner.address, SETTINGS, deadline_seconds=PATIENCE)
@@ -51,7 +51,7 @@ def here(request: Any, tmp_path: Path, owner: TransferOwner) -> Iterator[Transfe
 
 
 def test_a_change_of_any_byte_of_a_file_is_noticed(tmp_path: Path) -> None:
-    """Also of what no tensor's checksum covers: metadata and base, padding apart."""
+    """Also of bytes that no tensor's checksum covers: metadata and base, but not padding."""
     transfer = Transfer(tmp_path)
     tensors = {"a": torch.arange(20, dtype=torch.uint8), "b": torch.ones(3)}
     manifest = transfer.set(KEY, tensors, metadata={"step": "9"}, base="job/solver/weights@2")
@@ -79,7 +79,7 @@ def test_a_fetched_copy_that_was_damaged_is_fetched_again(
         spoil(here.roots[0] / KEY, place)
         got, _ = here.get(KEY, expected_checksum=expected)
         assert checksum_of(got) == manifest.checksum
-        # For good, and for the other processes of this host.
+        # Permanently, and for the other processes of this host.
         assert checksum_of(Transfer(here.roots[0]).get(KEY)[0]) == manifest.checksum
 
 
@@ -93,7 +93,7 @@ def test_damaged_state_without_another_copy_is_refused_and_kept(
     for _ in range(2):
         with pytest.raises(Corrupt):
             here.get(KEY)
-    # Until somebody publishes it again, there or here.
+    # Until it is published again, there or here.
     there.set(KEY, state())
     assert here.get(KEY)[1].checksum == manifest.checksum
 
@@ -114,7 +114,7 @@ def test_a_damaged_owner_refetches_state_from_its_reader(tmp_path: Path) -> None
 
 
 def test_a_copy_handed_on_damaged_is_fetched_from_the_owner(tmp_path: Path) -> None:
-    """The owner sends later readers to earlier ones; one of those has lost a byte since."""
+    """The owner sends later readers to earlier ones, one of which has lost a byte since."""
     there = Transfer(tmp_path / "there")
     first = TransferOwner(there, token=TOKEN, use_ucx=False)
     manifest = there.set(KEY, state(64))  # long enough to be handed on

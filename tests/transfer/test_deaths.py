@@ -56,13 +56,13 @@ def start(code: str, *args: object) -> subprocess.Popen[str]:
 
 
 def taken(root: Path) -> int:
-    """Bytes of all files under `root`, each counted once."""
+    """Return the bytes of all files under `root`, each counted once."""
     files = (path.stat() for path in root.rglob("*") if path.is_file())
     return sum({status.st_ino: status.st_blocks * 512 for status in files}.values())
 
 
 def nameless() -> int:
-    """Bytes of files without a name that this process has open (or mapped: they are open then)."""
+    """Return the bytes of unnamed files that this process has open (mapped files count as open)."""
     sizes: dict[int, int] = {}
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ def test_a_killed_reader_releases_all_its_leases(root: Path) -> None:
     with start(VERIFIES, root, KEY) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "verifies\n"
-        # Another one waits for it, as only one verifies.
+        # Another reader waits for it, since only one verifies.
         other = threading.Thread(
             target=lambda: got.append(
                 float(Transfer(root).get(KEY, timeout=PATIENCE)[0]["w"].sum())
@@ -178,7 +178,7 @@ def test_a_writer_killed_while_it_refills_a_file_leaves_the_former_state(
         assert writer.stdout.readline() == "half\n"
         writer.send_signal(signal.SIGKILL)
         writer.wait(PATIENCE)
-    # What was there is there, and its readers never saw a byte of the other.
+    # The former state is there, and its readers never saw a byte of the other.
     assert float(Transfer(root).get(KEY)[0]["w"].max()) == 1
     assert taken(root) > 2 * COUNT * 4 - MIB
     monkeypatch.setattr(segments, "_TEMP_GRACE_SECONDS", -1.0)
@@ -199,7 +199,7 @@ def test_an_owner_releases_the_states_of_a_killed_reader(
     kept.pin(manifest, lease)
     del lease
     kept.sweep()
-    assert alive() is not None  # it may still come
+    assert alive() is not None  # it may still arrive
     monkeypatch.setattr(serving, "_PIN_SECONDS", 0.0)
     kept.find(KEY, manifest.checksum)
     time.sleep(0.01)
@@ -210,7 +210,7 @@ def test_an_owner_releases_the_states_of_a_killed_reader(
 def test_an_owner_releases_a_state_once_it_has_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not half a minute later, though it is slow to see that its reader has all."""
+    """Not half a minute later, although it is slow to notice that its reader has everything."""
     real = serving.messages
 
     def slow(index: int, data: memoryview) -> Iterator[Any]:
@@ -267,13 +267,13 @@ def test_memory_is_bounded_over_many_versions(root: Path) -> None:
             anonymous.append((int(ours), theirs))
             assert taken(root / "there") < 5 * size
             assert taken(root / "here") < 3 * size
-            # Nor does memory stay that has no name any more, but is mapped.
+            # Nor does memory stay that is mapped but no longer has a name.
             assert nameless() < 3 * size
         reader.stdin.close()
         reader.wait(PATIENCE)
     owner.stop(0)
     transfer.close()
-    # The lowest of twenty: buffers of a transfer that is just over may be there for a moment.
+    # The lowest of twenty: buffers of a transfer that has just ended may stay for a moment.
     for side in (0, 1):
         settled, last = (
             min(one[side] for one in part) for part in (anonymous[20:40], anonymous[-20:])

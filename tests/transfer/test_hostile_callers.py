@@ -1,4 +1,4 @@
-"""Arguments and tensors that make no sense: refused by name, before anything is read or changed."""
+"""Invalid arguments and tensors: refused by name, before anything is read or changed."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def _fake() -> torch.Tensor:
 
 
 def _freed() -> torch.Tensor:
-    """As a sharded model's parameters are between two passes."""
+    """Return a parameter without storage, as a sharded model has between two passes."""
     tensor = torch.ones(3)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 class Wrapper(torch.Tensor):
-    """As DTensor is: a tensor around others."""
+    """A tensor around others, like DTensor."""
 
     @staticmethod
     def __new__(cls) -> Wrapper:
@@ -124,7 +124,7 @@ class Wrapper(torch.Tensor):
 def test_tensors_without_memory_are_refused(
     transfer: Transfer, make: Callable[[], torch.Tensor]
 ) -> None:
-    """Some of them would be read as memory of somebody else."""
+    """Some of them would be read as other memory."""
     with pytest.raises(InvalidArgument, match=r"'x' (is a .* without memory|has lost its memory)"):
         transfer.set("k", {"x": make()})
     assert not transfer.keys()

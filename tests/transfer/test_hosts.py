@@ -1,4 +1,4 @@
-"""Hosts that fetch for their processes, and hand on to others. Through gRPC."""
+"""Hosts that fetch for their processes, and pass chunks on to others, through gRPC."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def state(mib: int = 0, value: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Host:
-    """An owner and what it stores."""
+    """An owner and its store."""
 
     def __init__(self, root: Path) -> None:
         self.transfer = Transfer(root)
         self.owner = TransferOwner(self.transfer, token=TOKEN, use_ucx=False)
 
     def reach(self, *others: Host) -> Transfer:
-        """A transfer of this host that reaches `others` through its owner."""
+        """Return a transfer of this host that reaches `others` through its owner."""
         addresses = [other.owner.address for other in others]
         source = HostOwner(self.owner.address, SETTINGS, locate=lambda key, expected: addresses)
         return Transfer(self.transfer.roots[0], peers=[source])
@@ -66,7 +66,7 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Chunks and offsets, as any owner sends them."""
+    """Record the chunks and offsets that any owner sends."""
     sent: list[tuple[int, int]] = []
     real = serving._message
 
@@ -161,7 +161,7 @@ def test_only_what_changed_is_moved(hosts: list[Host], sent: list[tuple[int, int
     got, _ = here.get("job/solver/weights@2")
     assert checksum_of(got) == manifest.checksum
     assert len(sent) - whole == whole / 4
-    # Asked for by the reader instead.
+    # The reader asks for it instead.
     hosts[0].transfer.set("job/solver/weights@5", {**new, "layer0": old["layer0"] + 9})
     before = len(sent)
     here.get("job/solver/weights@5", base="job/solver/weights@2")
@@ -174,7 +174,7 @@ def test_state_with_another_checksum_does_not_hide_the_right_one(hosts: list[Hos
     manifest = right.transfer.set(KEY, state(value=2))
     got, _ = here.get(KEY, expected_checksum=manifest.checksum)
     assert checksum_of(got) == manifest.checksum
-    # What lies here is replaced, too; and kept when nobody has the other.
+    # The state here is replaced, too; and kept when no host has the other.
     newer = right.transfer.set(KEY, state(value=3))
     assert here.get(KEY, expected_checksum=newer.checksum)[1].checksum == newer.checksum
     with pytest.raises(Corrupt, match="expected"):
@@ -199,7 +199,7 @@ def test_a_deleted_version_stays_for_its_readers(
     monkeypatch.setattr(serving, "_message", message)
     got, _ = hosts[1].reach(hosts[0]).get(KEY)
     assert checksum_of(got) == manifest.checksum
-    # It had all of it: now it is gone.
+    # It had the whole state: now it is gone.
     with pytest.raises(KeyNotFound):
         hosts[2].reach(hosts[0]).get(KEY)
 
@@ -211,7 +211,7 @@ def test_a_state_fetched_ahead_is_forgotten_on_request(hosts: list[Host]) -> Non
     manifest, choice = here.fetch(KEY)
     assert (manifest.key, choice.transport) == (KEY, "grpc")
     assert here.fetch(KEY)[1].transport in ("shared_memory", "file")
-    # Another process of the host tells what came from elsewhere.
+    # Another process of the host names the states that came from elsewhere.
     assert Transfer(here.roots[0]).forget_fetched("job/") == 1
     assert here.keys() == ["job/solver/own@1"]
     with pytest.raises(TransferTimeout):
@@ -251,7 +251,7 @@ def test_an_owner_process_that_is_killed_comes_back_at_its_port(
         for victim in (remote, near):
             before = victim.pid
             os.kill(before, signal.SIGSEGV)
-            # Whoever is away, the fetch waits for it.
+            # The fetch waits for any host that is away.
             got, _ = here.get(KEY, timeout=PATIENCE)
             assert checksum_of(got) == manifest.checksum
             here.delete(KEY)

@@ -1,4 +1,4 @@
-"""States as safetensors that other programs read where they are."""
+"""States as safetensors files that other programs read in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
-    """All dtypes that safetensors has, odd sizes, nothing, and more than one piece."""
+    """Return tensors of all dtypes of safetensors, of odd sizes, empty, and of several pieces."""
     made = {
         str(dtype): torch.full((3,), value).to(dtype)
         for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool)
@@ -48,7 +48,7 @@ def test_a_state_is_a_checkpoint_file(transfer: Transfer, tmp_path: Path) -> Non
     for name, tensor in tensors().items():
         assert torch.equal(found[name], tensor)
         assert found[name].dtype == tensor.dtype
-    # What safetensors has no name for is bytes there, and itself for us.
+    # A dtype that safetensors does not know is bytes there, and keeps its type here.
     assert torch.equal(found["wide"].view(torch.complex128), state["wide"])
     got, manifest = transfer.get(KEY)
     assert torch.equal(got["wide"], state["wide"])
@@ -68,7 +68,7 @@ def test_state_read_in_place_outlives_its_key_and_is_not_reused(
     linked = transfer.model_directory(KEY, {"config.json": b"{}"}, expected_checksum=checksum)
     assert (linked.path / "config.json").read_bytes() == b"{}"
     del before
-    # Two more versions would be written into its file if it were free.
+    # If its file were free, two more versions would be written into it.
     for version in (2, 3, 4):
         transfer.delete(f"job/solver/weights@{version - 1}")
         transfer.set(f"job/solver/weights@{version}", tensors(float(version)))
@@ -81,7 +81,7 @@ def test_state_read_in_place_outlives_its_key_and_is_not_reused(
 
 
 def test_a_link_does_not_count_as_a_change_of_state(transfer: Transfer, tmp_path: Path) -> None:
-    """Its other readers need not verify it again."""
+    """Its other readers do not verify it again."""
     checksum = transfer.set(KEY, tensors()).checksum
     reader = Transfer(tmp_path)
     reader.get(KEY)

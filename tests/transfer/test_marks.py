@@ -1,4 +1,4 @@
-"""Arrived bytes are noticed while the rest still arrives, and never too many."""
+"""Arrived bytes are noticed while the rest still arrives, and never more than have arrived."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_no_name_makes_two_contents_look_alike(transfer: Transfer) -> None:
     inside = transfer.set("one", one).entries[0].checksum
     other = {f"a\0float32\x001\0{inside}\nb": torch.ones(1)}
     assert checksum_of(one) != checksum_of(other)
-    # Any text is a name.
+    # Any text may be a name.
     odd = {"\ud800": torch.zeros(1), "\x1b[31m\n": torch.ones(1), "": torch.ones(2), "\\n": W["w"]}
     transfer.set("odd", odd)
     found, _ = Transfer(transfer.roots[0]).get("odd")
@@ -93,7 +93,7 @@ def test_conjugate_and_negative_views_are_stored_as_their_values(transfer: Trans
 
 
 def test_directories_are_removed_with_their_last_state_and_made_again(transfer: Transfer) -> None:
-    """A publishing trainer, one that frees old versions, and one that looks, all at once."""
+    """A trainer publishes, another frees old versions, and a third lists them, all at once."""
     failures: list[BaseException] = []
     done = threading.Event()
 

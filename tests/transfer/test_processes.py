@@ -54,7 +54,7 @@ def test_a_state_is_read_from_shared_memory_by_another_process() -> None:
     with Scratch("troupe-test-") as root:
         transfer = Transfer(root)
         with start(WRITER, root) as writer:
-            # Waits while the other process still starts.
+            # It waits while the other process starts.
             got, manifest = transfer.get(KEY, timeout=PATIENCE)
             assert writer.stdout is not None
             assert writer.stdout.read().strip() == manifest.checksum == checksum_of(got)

@@ -31,7 +31,7 @@ MIB = 40
 
 
 class Counting:
-    """A stub whose calls are counted by name."""
+    """A stub that counts its calls by name."""
 
     def __init__(self, stub: transfer_grpc.TransferOwnerStub) -> None:
         self._stub, self.calls = stub, list[str]()
@@ -45,7 +45,7 @@ class Counting:
 def source(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[tuple[Peer, Counting]]:
-    """An owner that has been read from once, and the calls that it is asked what there is by."""
+    """Yield an owner that has been read from once, and the calls that ask for its contents."""
     if request.param != "near":
         monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setattr(reading, "_cores", lambda: 4 if "spare" in request.param else 2)
@@ -65,7 +65,7 @@ def whole(here: Transfer, **how: Any) -> bool:
 
 
 def idle(peer: Peer) -> list[lane.Lane]:
-    """LanePool that are kept, once the last read's are (its stream ends a little after it)."""
+    """Return the kept lanes, including those of the last read (its stream ends a little later)."""
     block_until(lambda: any(peer._lanes._idle.values()))
     return [lane for kept in peer._lanes._idle.values() for lane in kept]
 
@@ -157,7 +157,7 @@ def test_a_reader_sent_to_another_source_takes_nothing_from_the_owner(tmp_path: 
     assert whole(here)
     there.set(KEY, state(MIB + 8))
     with connect_sync(owner.address, SETTINGS) as channel:
-        # Another host asks before: this one is told to read from it, which never gets it.
+        # Another host asks first; this one is told to read from that host, which never gets it.
         asked = transfer_pb.DescribeStateRequest(key=KEY, reader=second.address)
         assert (
             not transfer_grpc.TransferOwnerStub(channel)

@@ -43,7 +43,7 @@ def test_a_state_is_fetched_from_another_host(
     assert read == manifest
     assert checksum_of(got) == manifest.checksum
     assert got["a"].dtype is torch.bfloat16
-    # The slow way is a warning and is counted with its reason.
+    # The slow way logs a warning and is counted with its reason.
     assert here.counters.moves() == {Choice("get", "grpc", "ucx_not_there"): 1} or (
         here.counters.moves() == {Choice("get", "grpc", "ucx_not_here"): 1}
     )
@@ -129,7 +129,7 @@ def test_content_replaced_at_the_peer_is_fetched_again(there: Transfer, here: Tr
     there.set(KEY, state())
     old, _ = here.get(KEY)
     new = there.set(KEY, {"b": torch.ones(3)})
-    assert here.get(KEY)[1].checksum != new.checksum  # nobody asked for another
+    assert here.get(KEY)[1].checksum != new.checksum  # no other was asked for
     assert torch.equal(here.get(KEY, expected_checksum=new.checksum)[0]["b"], torch.ones(3))
     assert torch.equal(old["b"], state()["b"])
 
@@ -142,7 +142,7 @@ def test_fetched_versions_are_freed(there: Transfer, here: Transfer) -> None:
     here.get("job/critic/weights@3")
     here.get("job/solver/weights@4")
     assert here.keys() == ["job/critic/weights@3", "job/solver/weights@4"]
-    assert got["w"].item() == 3  # who has it mapped keeps it
+    assert got["w"].item() == 3  # a reader that has it mapped keeps it
 
 
 def test_a_byte_that_changed_on_the_way_is_sent_again(

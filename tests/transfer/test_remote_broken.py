@@ -1,4 +1,4 @@
-"""Fetches that break off half way: arrived chunks stay for the next attempt."""
+"""Fetches that are interrupted half way: arrived chunks stay for the next attempt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from troupe.transfer.remote.partial_state import PartialState
 
 
 def arriving(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The chunks that readers of this process have, in the order in which they came."""
+    """Record the chunks that arrive at readers of this process, in order."""
     came: list[int] = []
     note = PartialState.arrived
 
@@ -82,11 +82,11 @@ def test_an_owner_that_stays_away_fails_the_read(
         with pytest.raises(TransferTimeout, match="chunks are missing"):
             here.get(KEY, timeout=seconds)
         if stopper.ident is not None:
-            break  # unless the machine was busy for longer than it takes to come half way
+            break  # unless the machine was too busy for the read to come half way
     timed_out.set()
     stopper.join()
     assert not here.keys()
-    # What has arrived stays for who goes on.
+    # Arrived chunks stay for the next attempt.
     assert [path.suffix for path in leftovers(here)] == [".part"]
     source.close()
 
@@ -103,7 +103,7 @@ def test_parts_that_a_killed_reader_had_are_not_fetched_again(
 
     sent = corrupting(monkeypatch, spoil)
     root = tmp_path / "here"
-    # The reader says what it has: what was sent to it may not have arrived.
+    # The reader names the chunks that it has: those sent to it may not have arrived.
     code = (
         "import sys, pathlib\n"
         "from troupe.rpc import ClientSettings\n"
@@ -131,7 +131,7 @@ def test_parts_that_a_killed_reader_had_are_not_fetched_again(
     source = Peer(owner.address, SETTINGS)
     got, manifest = Transfer(root, peers=[source]).get(KEY)
     assert checksum_of(got) == manifest.checksum
-    # What had arrived was verified again, and found whole.
+    # The arrived chunks were verified again, and found whole.
     assert 0 not in sent[began:]
     assert [path.name for path in leftovers(Transfer(root))] == ["weights@3"]
     source.close()

@@ -37,7 +37,7 @@ BY_UCX = Choice("get", "ucx", "other_host")
 
 @contextmanager
 def host(root: Path, mib: int, *, ucx: bool = True) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Another process with an owner: its address."""
+    """Start another process with an owner; yield its address."""
     command = [sys.executable, "-m", "tests.transfer.remote_host"]
     with subprocess.Popen(
         [*command, str(root), "secret", str(int(ucx)), str(mib)],
@@ -281,7 +281,7 @@ def test_a_delayed_read_does_not_delay_others(
 
 
 def test_a_reader_gets_a_message_before_the_next_arrives() -> None:
-    """What came first is verified while the second comes."""
+    """The first message is verified while the second arrives."""
     begin = threading.Barrier(2)
     sent, got = bytearray(b"\1" * (32 << 20)), bytearray(32 << 20)
     parts = [slice(at, at + (8 << 20)) for at in range(0, 32 << 20, 8 << 20)]

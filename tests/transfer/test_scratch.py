@@ -1,4 +1,4 @@
-"""Directories in host memory go with their process, however it ends."""
+"""Directories in host memory are removed with their process, however it ends."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from troupe.transfer.blob import chunks_of
 from troupe.transfer.segments import Lease, Mappings
 
 STEM = "job/solver/weights"
-# Above what is worth keeping.
+# More than is worth keeping.
 COUNT = 2 * 2**20
 
 pytestmark = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no shared memory here")
@@ -38,7 +38,7 @@ def state(value: int) -> dict[str, torch.Tensor]:
 
 
 def holds(manifest: Manifest, lease: Lease) -> bool:
-    """Whether all bytes are what was set."""
+    """Return whether all bytes have the value that was set."""
     return not any(chunk.damaged(lease.data) for chunk in chunks_of(manifest))
 
 
@@ -131,9 +131,9 @@ def test_unused_spare_segments_free_their_memory(root: Path) -> None:
     writer.set(f"{STEM}@0", state(0))
     writer.delete(f"{STEM}@0")
     for spares in other._segments.pools.values():
-        spares.sweep(0)  # another process', that has waited long enough
+        spares.sweep(0)  # one of another process that has waited long enough
     assert not list((root / ".spare").iterdir())
-    # The one that kept it notices.
+    # The process that kept it notices.
     writer.set(f"{STEM}@1", state(1))
     assert float(writer.get(f"{STEM}@1")[0]["w"].sum()) == COUNT
 
@@ -155,7 +155,7 @@ def test_a_host_verifies_content_once(root: Path, monkeypatch: pytest.MonkeyPatc
     for reader in readers:
         reader.join(PATIENCE)
     assert verified == [f"{STEM}@0"]
-    # Until somebody writes to it.
+    # Until a process writes to it.
     with open(root / f"{STEM}@0", "r+b") as file:
         file.seek(-3, os.SEEK_END)
         file.write(b"\x01\x02\x03")
@@ -246,7 +246,7 @@ def test_a_kept_mapping_shows_the_present_state(root: Path) -> None:
             got, manifest = reader.get(f"{STEM}@{version}", lasting=True)
             assert manifest.checksum == checksum
             assert (float(got["w"][0]), float(got["w"][-1])) == (version, version)
-        # Its reader still has it: nobody fills the file meanwhile.
+        # Its reader still has it, so the file is not refilled.
         transfer.delete(f"{STEM}@{version}")
         transfer.set(f"{STEM}@{version + 10}", state(99))
         assert float(got["w"][-1]) == version

@@ -1,4 +1,4 @@
-"""Named tensors, and the pieces of large ones: the possible contents of a state."""
+"""The possible contents of a state: named tensors, and the pieces of large ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_pieces_of_large_tensors_are_verified_alone() -> None:
     )
     draft, views = blob.draft(KEY, tensors, {})
     assert len(draft.entries[0].pieces) == 3
-    # A draft is as long as what it becomes: its file's size is known before the bytes are hashed.
+    # A draft has its final length: the file's size is known before the bytes are hashed.
     signed = blob.signed(draft, [(e.checksum, e.pieces) for e in draft.entries])
     assert len(blob.prefix(signed)) == len(blob.prefix(draft))
     # Every byte is in one chunk, none is longer than a piece, small tensors share one.

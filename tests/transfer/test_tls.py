@@ -1,4 +1,4 @@
-"""Owners that show certificates."""
+"""Owners with certificates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_owner_processes_serve_with_certificates(tmp_path: Path) -> None:
     made, key = certificate(tmp_path, "IP:127.0.0.1")
     token = SecretStr("secret")
     settings = ClientSettings(token=token, tls_ca=made, tls_cert=made, tls_key=key, retry=NO_RETRY)
-    # The other host's, whose certificate is verified by name.
+    # The other host's owner, whose certificate is verified by name.
     far = TransferOwner(
         Transfer(tmp_path / "far"),
         token=token,
@@ -64,7 +64,7 @@ def test_owner_processes_serve_with_certificates(tmp_path: Path) -> None:
     try:
         state = {"w": torch.arange(1000)}
         Transfer(tmp_path / "far").set(KEY, state)
-        # A socket has no name that a certificate could have.
+        # A Unix socket has no name to verify.
         for version, place in enumerate((f"unix:{socket}", near.local)):
             key_ = f"job/solver/weights@{4 + version}"
             Transfer(tmp_path / "far").set(key_, state)
@@ -81,7 +81,7 @@ def test_owner_processes_serve_with_certificates(tmp_path: Path) -> None:
             with pytest.raises(Unavailable):
                 peer.delete(["job/x"], timeout=PATIENCE)
             peer.close()
-        # Not the name that is certified.
+        # This name is not in the certificate.
         peer = Peer(f"localhost:{near.port}", settings, use_ucx=False)
         with pytest.raises(Unavailable):
             peer.delete(["job/x"], timeout=PATIENCE)

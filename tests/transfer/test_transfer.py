@@ -234,7 +234,7 @@ def test_full_shared_memory_falls_back_to_files_with_a_warning(
     with caplog.at_level(logging.WARNING):
         transfer.set(KEY, {"x": torch.ones(4)})
     assert "no room" in caplog.text
-    # Readers find the new content, not what is left in shared memory.
+    # Readers find the new content, not the rest in shared memory.
     assert Transfer(small, fallback=big).get(KEY)[0]["x"].sum() == 4
     assert transfer.delete(KEY)
     assert not transfer.exists(KEY)
@@ -259,7 +259,7 @@ def test_choices_are_counted_with_their_reason(tmp_path: Path) -> None:
     writer.get(KEY)
     reader.get(KEY)
     transport = writer.last_transport
-    # Whatever file system the tests run on, a get of one's own content is in the process.
+    # On any file system, a process reads its own content within the process.
     assert writer.counters.moves()[Choice("get", "in_process", "written_here")] == 1
     (choice,) = reader.counters.moves()
     assert (choice.transport, choice.reason) in {

@@ -19,7 +19,7 @@ def test_readers_make_a_chain() -> None:
 def test_a_chain_ends_where_its_last_reader_would_be_late() -> None:
     # Eight chunks: each link costs an eighth of the time.
     assert sources(ReaderTree(8), 5) == [None, "r0", None, "r2", None]
-    # Nothing to hand on before all of it is there.
+    # Nothing can be passed on before the whole state is there.
     assert sources(ReaderTree(1), 3) == [None, None, None]
 
 

@@ -14,7 +14,7 @@ from troupe.job.reference import reference
 
 
 def _job(**changes: Any) -> dict[str, Any]:
-    """A job of one network; "section.field" reaches into a section, None takes out."""
+    """Return a job of one network; "section.field" reaches into a section, None removes a field."""
     job: dict[str, Any] = {
         "name": "particles",
         "environment": {"source": "simple_spread", "copies": 4},

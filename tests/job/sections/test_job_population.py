@@ -37,7 +37,7 @@ def test_slots_are_untrained_policies() -> None:
     assert spec.slots == ("all--0", "all--1", "all--2", "all--e0", "all--e1")
     assert spec.trained_policies == ["player"]
     assert spec.policies["all--0"].model == spec.policies["player"].model
-    # What services pass on says the same again.
+    # The form that services exchange means the same.
     assert parse_job(spec.model_dump_json()) == spec
 
 

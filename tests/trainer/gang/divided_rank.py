@@ -23,13 +23,13 @@ from services.trainer.gang.group import GangGroup, PassCollectives
 from services.trainer.gang.loading import MetaTensors, fill_from, finish, shard
 from tests.support.architectures import ARCHITECTURES, make
 
-# Without a recurrent layer, whose parts FSDP gathers by themselves.
+# Without a recurrent layer, whose parts FSDP gathers separately.
 NAMES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe", "granitemoe", "glm4_moe")
 TOKENS = 11
 
 
 class CountedCollectives(PassCollectives):
-    """Counts the bytes of what collectives of a pass bring, by kind."""
+    """Counts the bytes that collectives of a pass receive, by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class CountedCollectives(PassCollectives):
 def computed(
     name: str, group: GangGroup, division: ExpertDivision | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int], dict[str, int]]:
-    """Logits, whole gradients, and bytes of the collectives of forward and backward."""
+    """Return logits, whole gradients, and bytes of collectives in forward and backward passes."""
     model = make(name)
     known = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
     with torch.device("meta"):

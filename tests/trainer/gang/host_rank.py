@@ -77,7 +77,7 @@ class Crossing(TorchDispatchMode):
 
 
 def rows_of(spec: JobSpec, seed: int) -> list[Row]:
-    """Rows of a micro-batch, the same on all ranks."""
+    """Return rows of a micro-batch, the same on all ranks."""
     plain = spec.policies["solver"].model_copy(update={"lora": None})
     return random_rows(load_model("solver", plain, spec.seed), seed, SHAPE)
 
@@ -91,26 +91,26 @@ def step(learner: Any, batches: list[list[Row]], version: int) -> None:
 
 
 def wholes(learner: RankLearner) -> Tensors:
-    """All weights and moments."""
+    """Return all weights and moments."""
     state = learner.weights() | learner.moments()
     return {name: whole(tensor).clone() for name, tensor in state.items()}
 
 
 def furthest(mine: Tensors, theirs: Tensors) -> float:
-    """The largest difference, relative to values of 1."""
+    """Return the largest difference, relative to values of 1."""
     assert set(mine) == set(theirs)
     gaps = [(mine[n] - t).abs() / (1 + t.abs()) for n, t in theirs.items() if t.numel()]
     return max(float(gap.max()) for gap in gaps)
 
 
 def same_on_hosts(group: GangGroup, learner: RankLearner) -> bool:
-    """Whether the replicas of all hosts are equal, bit for bit."""
+    """Return whether the replicas of all hosts are equal, bit for bit."""
     digest = bytes_checksum(b"".join(t.numpy().tobytes() for t in wholes(learner).values()))
     return len(set(group.gather(digest.encode()))) == 1
 
 
 def alone(spec: JobSpec) -> Learner:
-    """The policy on one device, in float64."""
+    """Return the policy on one device, in float64."""
     own = spec.policies["solver"]
     made = load_model("solver", own, 0) if own.lora is None else None
     model = made or load_adapted("solver", own, spec.seed, CPU)
@@ -155,7 +155,7 @@ def run(
     other.load_shards(directory)
     found["loaded"] = furthest(wholes(other), state)
 
-    # Suspended within a step: here it goes on, and elsewhere it is resumed.
+    # Suspended within a step: it continues here, and is resumed elsewhere.
     before, after = rows_of(spec, 30), rows_of(spec, 31)
     for each in (one, learner):
         each.accumulate(before)
@@ -175,7 +175,7 @@ def run(
 
 
 def main() -> None:
-    """Both ways of sharding, one after the other."""
+    """Measure both ways of sharding, one after the other."""
     spec = JobSpec.model_validate_json(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")

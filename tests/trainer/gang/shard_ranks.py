@@ -34,7 +34,7 @@ from troupe.job import JobSpec
 
 
 class Received:
-    """Bytes that come to this rank."""
+    """The bytes that this rank receives."""
 
     def __init__(self) -> None:
         self.read = self.exchanged = 0
@@ -62,7 +62,7 @@ class Received:
 
 
 class CountedTransfer(HostTransfer):
-    """A transfer layer that counts what is mapped."""
+    """A transfer layer that counts mapped bytes."""
 
     received: Received
 

@@ -1,4 +1,4 @@
-"""A gloo rank of a gang whose last rank runs out of memory alone, in many places of a pass.
+"""A gloo rank of a gang of which only the last rank runs out of memory, at many places of a pass.
 
 Run as a module with torchrun's variables, with the arguments SPEC.json BUDGET PLACES. Rank 0
 prints one JSON object per place: whether the weights after the step are, bit for bit, those of a
@@ -43,14 +43,14 @@ class Shortage(TorchDispatchMode):
 def step(
     spec: JobSpec, group: GangGroup, budget: int, at: int
 ) -> tuple[list[torch.Tensor], dict[str, float], int]:
-    """Weights, metrics, and operations of the passes."""
+    """Return weights, metrics, and the number of operations of the passes."""
     learner = RankLearner(spec, "solver", group, torch.device("cpu"), forward_tokens=budget)
     if learner.needs_reference:
         learner.set_reference(learner.weights())
     divided = spec.policies["solver"].trainer.context_parallel > 1
     shape = LONG if divided else SHORT
     rows = random_rows(load_model("solver", spec.policies["solver"], spec.seed), 1, shape)
-    # Probes and lazy initialization come before what is counted.
+    # Probes and lazy initialization come before the counted operations.
     learner.accumulate(rows[:2])
     learner.discard()
     mode, run = Shortage(at), GangBatches.run
@@ -78,7 +78,7 @@ LONG = Shape(groups=8, members=4, prompt=12, response=200)
 
 
 def main() -> None:
-    """All places, one after another."""
+    """Try all places, one after another."""
     spec = JobSpec.model_validate_json(Path(sys.argv[1]).read_text())
     budget, places = (int(one) for one in sys.argv[2:])
     torch.set_num_threads(1)

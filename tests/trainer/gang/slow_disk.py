@@ -1,4 +1,4 @@
-"""A gloo rank of a gang, one rank of which has a disk that is slower than ranks otherwise wait.
+"""A gloo rank of a gang in which one rank's disk takes longer than ranks otherwise wait.
 
 Run as a module with torchrun's variables and the arguments SPEC.json DIRECTORY. Rank 0 prints the
 names of the orders that the gang has carried out, one per line.
@@ -41,7 +41,7 @@ def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    """Save and load, where all ranks share a disk and where they do not."""
+    """Save and load, with a disk that all ranks share and without."""
     spec, directory = Path(sys.argv[1]).read_text(), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))

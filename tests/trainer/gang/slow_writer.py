@@ -94,7 +94,7 @@ def main() -> None:
     # Every second or third tensor of the small model.
     changed.BUCKET_BYTES = 1 << 40 if case == "ahead" else 1 << 14
     if case == "large":
-        # Its few bytes take a minute over such a disk.
+        # Its few bytes may take a minute on such a disk.
         fields: Any = group
         fields.SLOWEST_BYTES_PER_SECOND = 100
     elif dist.get_rank():

@@ -1,4 +1,4 @@
-"""Ranks that divide the tokens of each pass: the gradient of one device."""
+"""Ranks that divide the tokens of each pass compute the gradient of one device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def divided_spec(tokenizer: Path, gang: int, divided: int, tokens: int, **sectio
 
 
 def steps_rows(spec: JobSpec, seed: int) -> list[Row]:
-    """Answers, and turns of conversations."""
+    """Return rows of steps: single answers, and turns of conversations."""
     rows = rows_of(spec, 6, seed)
     for number in range(2):
         rng = np.random.default_rng(number)
@@ -65,7 +65,7 @@ def gangs(request: pytest.FixtureRequest) -> Iterator[dict[int, Gangs]]:
 @pytest.mark.parametrize(
     ("gang", "divided", "tokens", "algorithm"),
     [
-        # Uncut, in pieces, with a loss that couples tokens of several ranks and pieces.
+        # Whole, in pieces, and with a loss that couples tokens of several ranks and pieces.
         (2, 2, 4096, {"kl_coefficient": 0.05, "entropy_coefficient": 0.01}),
         (2, 2, 10, {"kl_coefficient": 0.05}),
         (2, 1, 10, {"kl_coefficient": 0.05}),
@@ -102,7 +102,7 @@ def test_ranks_divide_passes_as_if_one_device_had_made_them(
             for name, value in theirs.metrics.items():
                 if name != "train/seconds":
                     assert mine.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
-            # Cosines of positions round otherwise, by their place in a vector, in float32.
+            # In float32, cosines of positions round by their place in a vector.
             assert_close(ours, one, 1e-6)
     finally:
         ours.release()

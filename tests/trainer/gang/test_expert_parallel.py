@@ -1,4 +1,4 @@
-"""Experts divided over the ranks of a gang: the step of one device, and of a gang without it."""
+"""Experts divided over the ranks of a gang: the same step as one device or an undivided gang."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def routes_of(ids: np.ndarray[Any, Any], first: int = 0, experts: int = EXPERTS)
 
 
 def step(learners: list[Any], rows: list[Row], version: int, tolerance: float = 1e-5) -> None:
-    """One step of all, whose metrics agree with the last one's."""
+    """Make one step with all learners; their metrics agree with the last one's."""
     outcomes = []
     for learner in learners:
         learner.accumulate(rows[:2])
@@ -128,7 +128,7 @@ def test_ranks_with_some_of_the_experts_learn_what_one_device_does(
     try:
         for version in range(2):
             rows = random_rows(one.model, version, Shape(groups=4, members=4))
-            # After a step, weights differ by rounding, and a router's choice among equals may, too.
+            # After a step, weights differ by rounding, and so may routes among near equals.
             own = "q0" if version == 0 else "none"
             rows = [
                 row if row.group.startswith(own) else replace(row, routes=routes_of(row.ids[:-1]))
@@ -136,7 +136,7 @@ def test_ranks_with_some_of_the_experts_learn_what_one_device_does(
             ]
             step([ours, sharded, one], rows, version)
             assert_close(ours, one, 1e-5)
-        # What servers load has the names and shapes of a checkpoint.
+        # Published tensors have the names and shapes of a checkpoint.
         published = ours.published()
         assert "model.layers.0.mlp.experts.7.up_proj.weight" in published
         assert set(published) == set(one.published())

@@ -1,4 +1,4 @@
-"""A gang of two gloo ranks: the mathematics of one device, and state that fits any size."""
+"""A gang of two gloo ranks: the mathematics of one device, and states for gangs of any size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
 
-# Each row a pass of its own: what differs is only who computes it and in which order sums are made.
+# Each row is a separate pass: only its rank and the order of sums differ.
 PLAIN = {"forward_tokens": 1, "share_prefixes": False}
 
 
@@ -51,7 +51,7 @@ def gang_spec(tokenizer: Path, size: int = 2, **sections: Any) -> JobSpec:
 
 
 def alone(spec: JobSpec, **options: Any) -> Learner:
-    """The same policy on one device, in float64."""
+    """Return the same policy on one device, in float64."""
     model = load_model("solver", spec.policies["solver"], spec.seed)
     return Learner(model.double(), spec, "solver", **{**PLAIN, **options})
 
@@ -81,7 +81,7 @@ def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 
 def whole_state(gangs: Gangs, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a gang has suspended in parts, for one device; the parts are deleted."""
+    """Join a state that a gang has suspended in parts, for one device; the parts are deleted."""
     stored = StoredParts.in_state(tensors)
     assert stored is not None
     found = {n: t.clone() for n, t in PartsReader(gangs.transfer, stored).whole().items()}
@@ -149,7 +149,7 @@ def test_an_impossible_gang_is_refused() -> None:
 
 
 def test_workers_of_one_machine_count_as_one_host() -> None:
-    """If ranks of a machine are neighbours, and machines have equally many."""
+    """If the ranks of a machine are neighbours, and all machines have the same number."""
     here = Gangs(TrainerSettings(advertise_address="a:1", trainer_device="cpu", gang_ranks=2))
     for members, hosts in (
         ((), 1),
@@ -188,7 +188,7 @@ def test_a_gang_learns_from_sharded_teachers_as_one_device_does(
     assert outcomes[0].metrics["distillation/kl"] == pytest.approx(
         outcomes[1].metrics["distillation/kl"]
     )
-    # Rounding of layer norms to float32, which differs between packings.
+    # Layer norms round to float32, which differs between packings.
     assert_close(gang, one, tolerance=1e-6)
     gang.release()
 
@@ -197,7 +197,7 @@ def test_a_gang_learns_from_sharded_teachers_as_one_device_does(
 def test_a_gang_learns_preferences_as_one_device_does(
     tokenizer: Path, tmp_path: Path, gangs: Gangs
 ) -> None:
-    """Also where one rank has the chosen replies, another the rejected ones, or none at all."""
+    """Also if one rank has the chosen replies and another the rejected ones, or none."""
     spec = gang_spec(
         tokenizer,
         preferences={"tasks": {"source": "nowhere:rows"}, "steps": 4},
@@ -226,7 +226,7 @@ def test_a_gang_learns_preferences_as_one_device_does(
 def test_a_fault_of_a_users_loss_on_one_rank_is_reported_by_the_gang(
     tokenizer: Path, gangs: Gangs
 ) -> None:
-    """The rank that has no such row takes part in all passes, and the reason is the other's."""
+    """The rank without such a row takes part in all passes; the other rank gives the reason."""
     own = "tests.support.own_algorithms:fails_on_nine"
     spec = gang_spec(tokenizer, algorithm={"loss": own})
     gang = together(gangs, spec)
@@ -245,9 +245,9 @@ def test_a_fault_of_a_users_loss_on_one_rank_is_reported_by_the_gang(
 def test_packed_rows_of_a_gang_give_what_single_rows_give(
     tokenizer: Path, tmp_path: Path, gangs: Gangs
 ) -> None:
-    """As jobs run: many rows in one sequence, prefixes once; the frozen reference's too."""
+    """As in jobs: many rows in one sequence, prefixes once; for the frozen reference, too."""
     algorithm = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
-    # A step far above what Adam makes of the layer norms' rounding to float32.
+    # A step far larger than the effect of the layer norms' rounding on Adam.
     optimizer = {"lr": 1e-2, "eps": 1e-3, "max_grad_norm": 1e9}
     spec = gang_spec(tokenizer, algorithm=algorithm, optimizer=optimizer)
     packed = {"forward_tokens": 256, "share_prefixes": True}
@@ -272,7 +272,7 @@ def test_packed_rows_of_a_gang_give_what_single_rows_give(
 def test_the_leader_of_a_gang_reads_samples_without_the_model(
     tokenizer: Path, gangs: Gangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, it may not fit: and it would be made anew for every claim."""
+    """The whole model may not fit, and would be made again for every claim."""
     config = tiny_config(max_position_embeddings=6)
     spec = gang_spec(tokenizer, model={"config": config, "tokenizer": str(tokenizer)})
     gang = together(gangs, spec)
@@ -299,7 +299,7 @@ def test_a_gang_publishes_experts_as_checkpoints_have_them(tokenizer: Path, gang
     found = gang.published()
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in found
     assert_equal(found, dict(one.published()))
-    # The state stays the model's own.
+    # The model keeps its own state.
     assert_equal(gang.weights(), one.weights())
     gang.release()
 
@@ -366,7 +366,7 @@ def _routes(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: Gangs) -> None:
-    """Steps, a state in parts and back, suspension within a step, a stop: all on one gang."""
+    """Steps, a state in parts and back, a suspension within a step, and a stop, all on one gang."""
     algorithm = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
     spec = gang_spec(tokenizer, algorithm=algorithm)
     gang, one = together(gangs, spec), alone(spec)
@@ -390,7 +390,7 @@ def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: G
         assert_close(gang, one)
     assert {t.dtype for t in gang.published().values()} == {torch.float32}
 
-    # In parts on the disk; whole where one device reads it.
+    # In parts on the disk; whole when one device reads it.
     weights, moments = gang.weights(), gang.moments()
     path = store.save(TrainingState(2, "c" * 32, gang.snapshot()))
     assert len(list(path.glob("shard-*"))) == 2
@@ -399,7 +399,7 @@ def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: G
     assert_equal(read.moments, moments)
     one.load(read)
 
-    # Suspended in the middle of a step, resumed where one device trains it, and back.
+    # Suspended in the middle of a step, resumed on one device, and back.
     rows = rows_of(spec, 6, 9)
     gang.accumulate(rows[:4])
     tensors, values = gang.suspended()
@@ -417,7 +417,7 @@ def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: G
         assert learner.apply(2).metrics["samples"] == 6
     assert_close(gang, one)
 
-    # Back to what was saved, read in parts.
+    # Back to the saved state, read in parts.
     gang.load(store.load(2))
     assert_equal(gang.weights(), weights)
     assert_equal(gang.moments(), moments)
@@ -426,7 +426,7 @@ def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: G
     assert_equal(gang.weights(), one.weights())
     assert_equal(gang.moments(), one.moments())
 
-    # A byte that is not what it was.
+    # A changed byte.
     damaged = next(path.glob("shard-00002-*"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
     with pytest.raises(DataLoss, match="checksums"):

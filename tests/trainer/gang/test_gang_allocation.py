@@ -65,7 +65,7 @@ def test_a_process_finds_its_place_in_an_allocation(
     assert allocation(variables) == place
 
 
-# As `scontrol show hostnames` says.
+# As printed by `scontrol show hostnames`.
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [

@@ -29,7 +29,7 @@ from troupe.rpc import Aborted, TroupeError
 
 pytestmark = pytest.mark.slow
 
-# A step far above what Adam makes of rounding.
+# A step far larger than the effect of rounding on Adam.
 _OPTIMIZER = {"lr": 1e-3, "eps": 1e-3}
 
 
@@ -53,7 +53,7 @@ class Killer:
 
 @pytest.fixture
 def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where gangs have their files."""
+    """Return the directories in which gangs have files."""
     root = tmp_path / "memory"
     root.mkdir()
     monkeypatch.setattr("troupe.disks.memory_root", lambda: root)
@@ -61,7 +61,7 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def left_over(stage: TrainingStage, rooms: Path) -> list[str]:
-    """What neither a living gang nor a version has to do with."""
+    """Return the files that belong to no living gang and no version."""
     states = stage.root / "runs" / stage.job_id / "state/solver"
     files = [path for room in rooms.iterdir() for path in room.iterdir() if path.name != "lead"]
     unfinished = [path for path in states.iterdir() if path.name.startswith(".")]
@@ -103,7 +103,7 @@ async def test_a_rank_killed_in_any_order_of_a_step_costs_that_step_only(
 async def test_a_rank_killed_while_a_state_is_written_costs_no_committed_step(
     stage: TrainingStage, rooms: Path, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    """The steps since the state before are made again, bit by bit, from the rows that are kept."""
+    """The steps since the previous state are computed again, bit for bit, from the kept rows."""
     spec = gang_spec(stage.tokenizer, 2, optimizer=_OPTIMIZER, state={"every": 2})
     trainer, killer = await stage.trainer(gang_ranks=2), Killer(monkeypatch)
     await trainer.bind_again(spec)

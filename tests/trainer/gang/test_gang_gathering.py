@@ -1,4 +1,4 @@
-"""Ranks gather a model that one of them is slow to write: none runs ahead or waits too briefly."""
+"""Ranks gather a model that one of them writes slowly: none runs ahead or gives up too early."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_gather_longer_than_the_gang_s_timeout_is_completed(
 def test_without_meetings_the_watchdog_ends_a_rank_that_is_ahead(
     tokenizer: Path, tmp_path: Path
 ) -> None:
-    """So that the test above could fail."""
+    """This shows that the test above can fail."""
     path = tmp_path / "spec.json"
     path.write_text(gang_spec(tokenizer).model_dump_json())
     statuses, _ = ends_of_ranks(2, "slow_writer", path, tmp_path, "ahead")

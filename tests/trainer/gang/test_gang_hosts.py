@@ -1,4 +1,4 @@
-"""A host of a gang that has neither the job's model nor its code: it gets both, like the lead."""
+"""A host of a gang without the job's model and code gets both, like the lead."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CODE = [
 
 
 class Head(orchestrator_grpc.OrchestratorServicer):
-    """The orchestrator's part: it knows of no worker, and has the code that was submitted."""
+    """The orchestrator's part: it knows no worker, and has the submitted code."""
 
     def __init__(self) -> None:
         self.files = CODE
@@ -65,7 +65,7 @@ class Head(orchestrator_grpc.OrchestratorServicer):
 
 @asynccontextmanager
 async def serving(head: Head, disk: Path) -> AsyncIterator[str]:
-    """The head, whose disk alone has the model."""
+    """Serve the head, the only host whose disk has the model."""
     server = grpc.aio.server()
     orchestrator_grpc.add_OrchestratorServicer_to_server(head, server)
     transfer_grpc.add_HostModelsServicer_to_server(OtherHost(disk), server)
@@ -79,7 +79,7 @@ async def serving(head: Head, disk: Path) -> AsyncIterator[str]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """What only the head has: a model with its tokenizer."""
+    """Return the head's model with its tokenizer."""
     tokenizer = save_tokenizer(tmp_path / "disk/solver")
     own = gang_spec(tokenizer).policies["solver"]
     load_model("solver", own, 3).save_pretrained(tokenizer)
@@ -88,7 +88,7 @@ def disk(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def submitted(disk: Path) -> JobSpec:
-    """A job as it is submitted, with a path and a function that no host of trainers has."""
+    """Return a submitted job, with a path and a function that no host of trainers has."""
     return gang_spec(
         disk / "solver",
         model={"path": f"{ELSEWHERE}/solver"},
@@ -98,7 +98,7 @@ def submitted(disk: Path) -> JobSpec:
 
 
 async def read(settings: ServiceSettings, spec_json: str) -> Any:
-    """What a host of a gang finds."""
+    """Return the files that a host of a gang finds."""
     host = HostSpecification(settings, "solver", spec_json)
     await until(lambda: host.found() is not None)
     return host.found()
@@ -122,7 +122,7 @@ async def test_a_host_reads_model_and_code_of_a_job(
             "team_losses.py",
             "team_weights.py",
         ]
-        # Errors are those of whoever would load it.
+        # Errors are the same as when it is loaded.
         values = submitted.model_dump()
         values["policies"]["solver"]["model"]["path"] = f"{ELSEWHERE}/none"
         missing = await read(settings, JobSpec.model_validate(values).model_dump_json())
@@ -178,7 +178,7 @@ def _check(gangs: Gangs, spec: JobSpec, submitted: JobSpec, head: Head) -> None:
         json = submitted.model_dump_json()
         return GangLearner(gangs, "job/solver", spec, "solver", options, submitted=json)
 
-    # What the other host lacks is an error of the job, after which the ranks go on.
+    # A file that the other host lacks is an error of the job; the ranks continue.
     head.files = []
     with pytest.raises(NotFound):
         together(submitted)

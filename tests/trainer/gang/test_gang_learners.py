@@ -48,7 +48,7 @@ def learning_spec(tokenizer: Path, *, lora: bool, critic: bool, **sections: Any)
 
 
 def pair(gangs: Gangs, spec: JobSpec) -> tuple[GangLearner, Learner]:
-    """The policy on two ranks and on one device, in float64."""
+    """Return the policy on two ranks and on one device, in float64."""
     own = spec.policies["solver"]
     if own.lora is None:
         model = load_model("solver", own, spec.seed)
@@ -87,7 +87,7 @@ def assert_same_step(gang: GangLearner, one: Learner, rows: list[Row], step: int
 def test_two_ranks_learn_what_one_device_does(
     tokenizer: Path, tmp_path: Path, gangs: Gangs, lora: bool, critic: bool
 ) -> None:
-    """Steps, a state in parts and back, suspension within a step, from and to one device."""
+    """Steps, a state in parts and back, and a suspension within a step, from and to one device."""
     spec = learning_spec(tokenizer, lora=lora, critic=critic)
     gang, one = pair(gangs, spec)
     assert (gang.vocabulary, gang.num_parameters) == (one.vocabulary, one.num_parameters)
@@ -107,7 +107,7 @@ def test_two_ranks_learn_what_one_device_does(
         or not lora
     )
 
-    # In parts on the disk; whole where one device reads it.
+    # In parts on the disk; whole when one device reads it.
     weights, moments = gang.weights(), gang.moments()
     store.save(TrainingState(2, "c" * 32, gang.snapshot()))
     read = store.load(2)
@@ -115,7 +115,7 @@ def test_two_ranks_learn_what_one_device_does(
     assert_equal(read.moments, moments)
     one.load(read)
 
-    # Suspended in the middle of a step, resumed where one device trains it, and back.
+    # Suspended in the middle of a step, resumed on one device, and back.
     rows = step_rows(spec, 9, groups=3)
     gang.accumulate(rows[:5])
     tensors, values = gang.suspended()

@@ -36,7 +36,7 @@ def hosts(*members: Trainer, formed: int = 1) -> trainer_pb.GangHosts:
 
 
 async def pair(stage: TrainingStage) -> tuple[Trainer, Trainer]:
-    """Two workers of one device each, with data directories of their own."""
+    """Start two workers of one device each, with separate data directories."""
     more: dict[str, Any] = {"gang_ranks": 1, "gang_timeout_seconds": PATIENCE}
     return (
         await stage.trainer(worker_id="leader", data_dir=stage.root / "a", **more),
@@ -67,7 +67,7 @@ async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: Traini
     assert (beat.trainer.ranks, beat.trainer.lends_to) == (1, "leader")
     assert "solver" in beat.doing
     found = [await step(stage, leader, 0, two)]
-    # The whole state is where it is led, and the other host has none of it.
+    # The leader's host has the whole state, the other host nothing.
     (path,) = (stage.root / "a" / stage.job_id / "state/solver").glob("v1-*")
     assert sorted(one.name for one in path.iterdir()) == [
         "random.safetensors",
@@ -76,7 +76,7 @@ async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: Traini
     ]
     assert states_of(stage.root / "b", stage.job_id) == []
 
-    # A rank of the other host dies in the middle of a step: nothing of it was counted.
+    # A rank of the other host dies in the middle of a step, none of which was counted.
     (remote,) = [one for one in ranks(os.getpid()) if one.environ()["RANK"] == "1"]
     await stage.open(1, version=1)
     await stage.play(stage.first_model(two), step=1, version=1)
@@ -84,11 +84,11 @@ async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: Traini
     with pytest.raises(Aborted) as lost:
         await leader.run(1, 1)
     assert lost.value.kind == "gang_lost"
-    # The leader has formed the gang again, of the same hosts, from its own disk.
+    # The leader has formed the gang again, on the same hosts, from its own disk.
     weights = (await leader.run(1, 1)).weights
     found.append((weights, copied(stage, weights)))
 
-    # Suspended, it leaves the other worker; and it goes on where that one leads.
+    # When it is suspended, it leaves the other worker; then it continues with that one as leader.
     state = await leader.suspend()
     await free(member)
     assert ranks(os.getpid()) == []
@@ -114,7 +114,7 @@ async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: Traini
     await member.release()
     await free(leader)
 
-    # One device goes on from what the gang wrote.
+    # One device continues from the gang's state.
     weights = found[-1][0]
     await member.bind_again(one, version=3, checksum=weights.checksum)
     found.append(await step(stage, member, 3, one))
@@ -131,7 +131,7 @@ async def test_a_lost_leader_s_ranks_end_and_the_newest_gang_gets_the_devices(
     leader, member = await pair(stage)
     await leader.bind(two, hosts=hosts(member, formed=5))
     before = ranks(os.getpid())
-    # The policy's gang was formed anew, and is led by the member: its earlier ranks end.
+    # The policy's gang was formed again and is led by the member: its earlier ranks end.
     await member.bind(two, hosts=hosts(leader, formed=6))
     await gone(before)
     assert leader.worker.lent.request.leader == "member"
@@ -144,14 +144,14 @@ async def test_a_lost_leader_s_ranks_end_and_the_newest_gang_gets_the_devices(
     await third.bind(two, hosts=hosts(member, formed=7))
     await gone(before)
     assert member.worker.lent.request.leader == "third"
-    # An older gang does not get them back, and does not wait for long.
+    # An older gang does not get the devices back, and does not wait for long.
     began = time.monotonic()
     with pytest.raises(Aborted) as lost:
         await leader.bind(two, hosts=hosts(member, formed=5))
     assert lost.value.kind == "gang_lost"
     assert "third" in lost.value.message
     assert time.monotonic() - began < PATIENCE
-    # A member that is gone is noticed at once, and not waited for.
+    # A lost member is noticed at once, and not waited for.
     await member.server.close()
     began = time.monotonic()
     await stage.open()

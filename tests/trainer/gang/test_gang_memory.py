@@ -1,4 +1,4 @@
-"""A gang of which one rank runs out of memory alone."""
+"""A gang of which only one rank runs out of memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.slow
 
 
 def output_of_ranks(size: int, module: str, *arguments: object) -> str:
-    """What rank 0 of a gang prints, of which each rank runs a module beside this one."""
+    """Return the output of rank 0 of a gang whose ranks run a module of this folder."""
     statuses, output = ends_of_ranks(size, module, *arguments)
     assert statuses == [0] * size
     return output
 
 
 def ends_of_ranks(size: int, module: str, *arguments: object) -> tuple[list[int], str]:
-    """The exit status of each rank, and what rank 0 prints."""
+    """Return the exit status of each rank, and the output of rank 0."""
     port, ranks = free_port(), []
     for rank in range(size):
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -48,7 +48,7 @@ def ends_of_ranks(size: int, module: str, *arguments: object) -> tuple[list[int]
     [
         (2, 1, True, {}, 0),
         (2, 1, False, {}, 0),
-        # Ranks that divide experts have told each other how many rows they send.
+        # Ranks that divide experts have exchanged the numbers of rows that they send.
         (2, 1, True, {}, 2),
         (2, 1, False, {}, 2),
         (4, 1, True, {}, 2),
@@ -83,7 +83,7 @@ def test_no_rank_is_left_in_a_collective(
         "activation_checkpointing": checkpointing,
     }
     budget = 96 if divided == 1 else 600
-    # Most places of a small mixture are in its experts, between two exchanges.
+    # Most operations of a small mixture are in its experts, between two exchanges.
     places = 3 if size == 4 else 12 if experts else 6
     path = tmp_path / "spec.json"
     path.write_text(JobSpec.model_validate(values).model_dump_json())
@@ -136,7 +136,7 @@ def test_ranks_with_state_in_host_memory_learn_what_one_device_does(
 
 
 def test_ranks_free_a_policy_that_left(tokenizer: Path) -> None:
-    """What a rank holds after each of several loads, the first of which imports what it needs."""
+    """Compare the memory of a rank after several loads; the first one imports its modules."""
     model = {"config": tiny_config(hidden_size=256, vocab_size=60_000), "tokenizer": str(tokenizer)}
     spec = gang_spec(tokenizer, model=model)
     gangs = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=60))

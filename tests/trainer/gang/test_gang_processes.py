@@ -101,7 +101,7 @@ def test_a_step_that_fails_on_one_rank_is_skipped_on_all(tokenizer: Path, gangs:
     gang = together(gangs, spec)
     weights, moments = gang.weights(), gang.moments()
     good = rows_of(spec, 6, 0)
-    # A row of one rank has log-probs that are none; the other rank's loss is finite.
+    # A row of one rank has log-probs that are NaN; the other rank's loss is finite.
     bad = next(i for i, row in enumerate(good) if row.reward < np.mean(row.group_rewards))
     wild = list(good)
     wild[bad] = replace(good[bad], behaviour=np.full_like(good[bad].behaviour, np.nan))
@@ -202,7 +202,7 @@ def test_the_first_host_of_an_allocation_leads(tmp_path: Path) -> None:
 
 
 def test_two_hosts_are_one_gang(tokenizer: Path) -> None:
-    """A lead and a follower, which joins the gang after that one too."""
+    """A lead and a follower, which also joins the next gang."""
     endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"
     environment = {
         **os.environ,
@@ -228,7 +228,7 @@ def test_two_hosts_are_one_gang(tokenizer: Path) -> None:
             learner.accumulate(rows)
             assert learner.apply(0).applied
         assert_close(gang, one)
-        # Another policy, of which each of the hosts that the lead counts has all weights.
+        # Another policy, with all its weights on each host that the lead counts.
         counted: list[int] = []
 
         def replicas_on(hosts: int) -> int:

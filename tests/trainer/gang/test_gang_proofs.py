@@ -1,4 +1,4 @@
-"""The proof of a version by a gang of two gloo ranks: that of one device."""
+"""The proof of a version by a gang of two gloo ranks equals one device's proof."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def noted(gang: GangLearner, patch: pytest.MonkeyPatch) -> list[tuple[str, bool]
 def test_a_gang_proves_what_one_device_does(
     tokenizer: Path, gangs: Gangs, dtype: str, lora: bool
 ) -> None:
-    """Of sharded weights, experts among them, and of adapters and their base."""
+    """For sharded weights, experts among them, and for adapters and their base."""
     mixture = {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4}
     config = tiny_config(**mixture, num_experts_per_tok=2)
     model = {"config": config, "tokenizer": str(tokenizer), "dtype": dtype}
@@ -77,7 +77,7 @@ def test_a_gang_proves_what_one_device_does(
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
             assert ours.allowed == pytest.approx(theirs.allowed, rel=0.5)
             theirs.check(ours.logprobs)
-        # With the gathered tensors at hand, nothing is gathered for the proof.
+        # The proof uses the gathered tensors: nothing is gathered for it.
         with pytest.MonkeyPatch.context() as patch:
             orders = noted(gang, patch)
             published = gang.published()
@@ -89,7 +89,7 @@ def test_a_gang_proves_what_one_device_does(
             assert again.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         gang.accumulate(rows_of(gang_spec(tokenizer), 6, step))
         assert gang.apply(step).applied
-        if not lora:  # these tensors are not what is proved now
+        if not lora:  # these tensors are not the proven ones
             stale, new = again.logprobs, gang.proof((), "published")
             assert new is not None
             assert new.logprobs != pytest.approx(stale, abs=1e-5)

@@ -21,7 +21,7 @@ HOSTS = 2
 
 
 def found_by_ranks(spec: JobSpec, size: int, directory: Path) -> list[dict[str, Any]]:
-    """What rank 0 prints, of `size` ranks on two hosts that are one (`host_rank.py`)."""
+    """Return the output of rank 0 of `size` ranks on two simulated hosts (`host_rank.py`)."""
     path = directory / "spec.json"
     path.write_text(spec.model_dump_json())
     places, port, ranks = size // HOSTS, free_port(), []

@@ -1,4 +1,4 @@
-"""Versions of a gang of two gloo ranks in servers: one gather, however many servers there are."""
+"""Versions of a gang of two gloo ranks in servers: one gather for any number of servers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_gang_gathers_a_version_once_for_its_publication_and_all_servers
             assert "send" not in orders
             assert made["tensors"] == len(stage.weights(ref))
             assert (made["groups"], made["members"]) == ((1, 3) if version == 1 else (0, 0))
-        # Nor does a server that loads the version later.
+        # A server that loads the version later costs none, either.
         engines[0].distrust("its weights were lost")
         await engines[0].update_weights(ref, stage.transfer)
         assert reports(engines) == [(2, "broadcast", 0)] * 3

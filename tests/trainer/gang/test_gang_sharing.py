@@ -31,7 +31,7 @@ from troupe.job import JobSpec
 from troupe.rpc import Aborted, FailedPrecondition, NotFound, ResourceExhausted
 
 slow = pytest.mark.slow
-# Several passes of a gang on cores that others use as well; a minute for one is usual there.
+# Several passes of a gang on busy cores, where one may take a minute.
 _PASSES_SECONDS = 400
 
 
@@ -50,7 +50,7 @@ def another(gangs: Gangs, spec: JobSpec) -> Any:
 
 
 def many(spec: JobSpec, times: int) -> list[Any]:
-    """Rows that take the ranks seconds."""
+    """Return rows that take the ranks seconds."""
     rows = rows_of(spec, 20, 0)
     return [replace(row, sample_id=f"s{i}") for i, row in enumerate(rows * times)]
 
@@ -60,7 +60,7 @@ def many(spec: JobSpec, times: int) -> list[Any]:
 def test_a_policy_leaves_and_comes_back_while_another_computes(
     tokenizer: Path, gangs: Gangs
 ) -> None:
-    """As a worker does it: passes in one thread, suspensions in others."""
+    """As in a worker: passes in one thread, suspensions in others."""
     spec = gang_spec(tokenizer)
     busy, guest = together(gangs, spec), another(gangs, spec)
     weights, rows = guest.weights(), many(spec, 8)
@@ -88,7 +88,7 @@ def test_a_policy_leaves_and_comes_back_while_another_computes(
     threads = [threading.Thread(target=call, daemon=True) for call in (compute, come_and_go)]
     for thread in threads:
         thread.start()
-    # Until it has been there three times, each of which waits for passes of the other.
+    # Until it has been bound three times, each time after passes of the other policy.
     threads[1].join(_PASSES_SECONDS)
     ended.set()
     threads[0].join(_PASSES_SECONDS)
@@ -111,7 +111,7 @@ def test_a_rank_that_hangs_does_not_delay_a_caller_that_gives_up(
     with pytest.raises(Aborted) as lost:
         gang.accumulate(rows)
     assert lost.value.kind == "gang_lost"
-    assert time.monotonic() - began < 55  # not by the ranks' own patience of 60 s
+    assert time.monotonic() - began < 55  # not after the ranks' own timeout of 60 s
     asyncio.run(gone(children))
 
 
@@ -183,7 +183,7 @@ def test_an_invalid_endpoint_is_named_and_leaves_nothing(
 
 @slow
 async def test_ranks_that_no_policy_needs_make_room_for_others(stage: TrainingStage) -> None:
-    """Whatever became of the policy that they were started for."""
+    """Regardless of the policy for which they were started."""
     two, three = (gang_spec(stage.tokenizer, size) for size in (2, 3))
     trainer = await stage.trainer(gang_ranks=3)
     with pytest.raises(FailedPrecondition) as refused:
@@ -192,7 +192,7 @@ async def test_ranks_that_no_policy_needs_make_room_for_others(stage: TrainingSt
     assert len(ranks(os.getpid())) == 2
     await trainer.bind(three)
     assert len(ranks(os.getpid())) == 3
-    await trainer.bind(two)  # another specification, and nobody released the policy
+    await trainer.bind(two)  # another specification, without a release of the policy
     assert len(ranks(os.getpid())) == 2
     state = await trainer.suspend()
     stage.transfer.delete(state.key)
@@ -208,7 +208,7 @@ async def test_ranks_that_no_policy_needs_make_room_for_others(stage: TrainingSt
 async def test_a_policy_whose_ranks_have_died_does_not_keep_its_device(
     stage: TrainingStage,
 ) -> None:
-    """A suspension finds out: nothing is left to suspend, and the step begins again elsewhere."""
+    """A suspension notices it: nothing is left to suspend, and the step begins again elsewhere."""
     optimizer = {"lr": 1e-3, "eps": 1e-3}
     two, one = (gang_spec(stage.tokenizer, size, optimizer=optimizer) for size in (2, 1))
     job, alone = await stage.sibling()

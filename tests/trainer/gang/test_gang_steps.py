@@ -1,4 +1,4 @@
-"""Steps of a gang through store and service: what one device does, and ranks that die."""
+"""Steps of a gang through store and service: the results of one device, and ranks that die."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.slow
 
 Tensors = dict[str, torch.Tensor]
 
-# torchrun's own command line ends like those of its ranks.
+# torchrun's own command line ends like its ranks' command lines.
 _AGENT, _RANK = "services.trainer.gang.gang", "services.trainer.gang.rank"
 
 
 def gang_of(pid: int) -> list[psutil.Process]:
-    """torchrun and its ranks under `pid`."""
+    """Return torchrun and its ranks under `pid`."""
     below = psutil.Process(pid).children(recursive=True)
     return [process for process in below if _command(process)[-1:] == [_RANK]]
 
@@ -43,7 +43,7 @@ def ranks(pid: int) -> list[psutil.Process]:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """Empty for one that has ended."""
+    """Return the command line; empty for a process that has ended."""
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -57,9 +57,9 @@ async def gone(processes: list[psutil.Process], seconds: float = 15) -> None:
 
 
 def specs(stage: TrainingStage) -> tuple[JobSpec, JobSpec]:
-    """A gang of two and one device, else the same."""
+    """Return the same job for a gang of two and for one device."""
     algorithm = {"kl_coefficient": 0.05, "entropy_coefficient": 0.01}
-    # A step far above what Adam makes of rounding.
+    # A step far larger than the effect of rounding on Adam.
     optimizer = {"lr": 1e-3, "eps": 1e-3}
     two, one = (
         gang_spec(stage.tokenizer, size, algorithm=algorithm, optimizer=optimizer)
@@ -71,7 +71,7 @@ def specs(stage: TrainingStage) -> tuple[JobSpec, JobSpec]:
 async def step(
     job: TrainingStage, trainer: Trainer, number: int, spec: JobSpec
 ) -> tuple[common_pb.WeightsRef, Tensors]:
-    """The version that a step makes, and its weights."""
+    """Make a step; return the version and its weights."""
     await job.open(number, version=number)
     await job.play(job.first_model(spec), step=number, version=number)
     weights = (await trainer.run(number, number)).weights
@@ -79,7 +79,7 @@ async def step(
 
 
 def copied(job: TrainingStage, weights: common_pb.WeightsRef) -> Tensors:
-    """They are pruned some versions later."""
+    """Copy the weights, which are pruned some versions later."""
     return {name: t.clone() for name, t in job.weights(weights).items()}
 
 
@@ -97,7 +97,7 @@ async def violations(job: TrainingStage) -> list[str]:
 
 
 async def test_a_gang_and_one_device_take_turns(stage: TrainingStage) -> None:
-    """Steps 0 and 1 by a gang, 2 by one device, 3 by a gang: as if one device had done all."""
+    """Steps 0 and 1 by a gang, 2 by one device, 3 by a gang, with the results of one device."""
     two, one = specs(stage)
     job, alone = await stage.sibling()
     await alone.bind(one)
@@ -142,7 +142,7 @@ async def test_a_step_begins_again_when_a_rank_dies(stage: TrainingStage) -> Non
     with pytest.raises(Aborted) as lost:
         await running
     assert lost.value.kind == "gang_lost"
-    assert time.monotonic() - began < 110  # not by the ranks' own patience of 120 s
+    assert time.monotonic() - began < 110  # not after the ranks' own timeout of 120 s
     await gone(before)
     commit = await trainer.run(0, 0)
     assert (commit.num_samples, commit.metrics["samples"]) == (8, 8)
@@ -154,7 +154,7 @@ async def test_a_step_begins_again_when_a_rank_dies(stage: TrainingStage) -> Non
 
 async def test_a_step_moves_from_a_gang_to_one_device_and_back(stage: TrainingStage) -> None:
     """Suspended twice in the middle of one step, each time resumed by another number of ranks."""
-    # A step far above what Adam makes of rounding.
+    # A step far larger than the effect of rounding on Adam.
     optimizer = {"lr": 1e-3, "eps": 1e-3}
     two, one = (gang_spec(stage.tokenizer, size, optimizer=optimizer) for size in (2, 1))
     queries = ("q0", "q1", "q2")
@@ -235,7 +235,7 @@ async def test_a_policy_that_is_too_large_for_the_devices_of_its_gang_is_refused
         "tokenizer": str(stage.tokenizer),
     }
     specs = [gang_spec(stage.tokenizer, size, model=model) for size in (1, 2)]
-    # Short passes, so that what ranks divide is the larger part.
+    # Short passes, so that the divided part is the larger one.
     devices = partial(stage.trainer, gang_ranks=2, trainer_forward_tokens=16)
     needed = []
     for spec in specs:
@@ -245,7 +245,7 @@ async def test_a_policy_that_is_too_large_for_the_devices_of_its_gang_is_refused
         assert refused.value.kind == "policy_too_large"
         assert refused.value.field == "policies.solver.model"
         needed.append(int(refused.value.value or 0))
-    # Devices on which a rank of two has room, and the whole policy has not.
+    # Devices with room for one of two ranks, but not for the whole policy.
     assert needed[1] < needed[0]
     trainer = await devices(trainer_memory_bytes=needed[1])
     with pytest.raises(FailedPrecondition):
@@ -274,7 +274,7 @@ async def test_a_full_disk_fails_the_step_and_not_the_gang(
     await stage.open()
     await trainer.bind(two)
     await stage.play(stage.first_model(two))
-    for leave in (8192, 65_536, 200_000):  # what is written first, in the middle, last
+    for leave in (8192, 65_536, 200_000):  # files written first, in the middle, last
         ballast = fill_up(small_disk, leave)
         with pytest.raises(ResourceExhausted) as caught:
             await trainer.run(0, 0)

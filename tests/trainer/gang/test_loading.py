@@ -1,4 +1,4 @@
-"""A gang loads a model in parts: equal for any form of checkpoint, or an error."""
+"""A gang loads a model in parts: the same from any form of checkpoint, or an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from troupe.rpc import DeadlineExceeded, InvalidArgument
 
 __all__ = ["gangs"]
 
-# Those whose checkpoints differ most from what is in memory; the others are tried in slow runs.
+# Architectures whose checkpoints differ most from the model; slow runs try the others.
 QUICK = {"qwen3_moe_tied", "gpt2"}
 EVERY = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ARCHITECTURES
@@ -86,7 +86,7 @@ def test_ranks_that_read_their_parts_hold_the_whole_model_together(
 def test_a_checkpoint_that_does_not_fit_its_model_is_refused_by_name(
     tokenizer: Path, tmp_path: Path, gangs: Gangs, kind: str
 ) -> None:
-    """As by one device (test_policy_model.py), and the ranks stay."""
+    """As on one device (test_policy_model.py), and the ranks stay."""
     tied, change, values, said, advised = UNFIT[kind]
     config = tiny_config(tie_word_embeddings=tied)
     spec = gang_spec(tokenizer, model={"config": config, "tokenizer": str(tokenizer)})
@@ -167,7 +167,7 @@ def test_a_model_in_another_format_is_made_by_one_rank(
 @settings(max_examples=10)
 @given(data=st.data())
 def test_rows_of_a_conversion_equal_rows_of_the_whole(data: st.DataObject) -> None:
-    """A rank converts the experts of its own rows alone; what mixes rows is converted whole."""
+    """A rank converts only the experts of its rows; conversions that mix rows run on the whole."""
     name = data.draw(st.sampled_from(["qwen3_moe", "mixtral", "gpt_oss", "phi3", "jamba"]))
     model = make(name)
     tensors = dict(CheckpointFormat(model, torch.float32).of(model.state_dict()))
@@ -200,7 +200,7 @@ def test_rows_are_read_from_whole_tensors_and_parts(tmp_path_factory: Any, data:
 
 
 def test_names_of_a_model_that_fits_raise_no_error(tmp_path: Path) -> None:
-    """Older files have buffers that are computed today."""
+    """Older files contain buffers that are computed today."""
     model = make("llama")
     stored = {n: t.to("meta") for n, t in model.state_dict().items()}
     stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.empty(4, device="meta")
@@ -212,7 +212,7 @@ def test_names_of_a_model_that_fits_raise_no_error(tmp_path: Path) -> None:
 
 
 class Alone:
-    """The part of a group that `together` uses, of one rank."""
+    """A group of one rank, as far as `together` uses it."""
 
     rank, size, timeout_seconds = 0, 1, 0.2
 

@@ -94,7 +94,7 @@ def test_parts_that_differ_from_the_stored_ones_are_refused(tmp_path: Path) -> N
 
 
 def in_halves(transfer: HostTransfer) -> tuple[torch.Tensor, StoredParts]:
-    """A tensor that two ranks have stored."""
+    """Return a tensor that two ranks have stored."""
     tensor = torch.arange(6.0)
     parts = [
         store_part(transfer, f"{KEYS}parts.{n}", {"weights/t": half}, {"weights/t": box})
@@ -204,11 +204,11 @@ def test_a_step_moves_between_any_numbers_of_ranks_bit_for_bit(
     assert [part.key.rpartition(".")[2] for part in four.parts] == ["0", "rest", "1", "2", "3"]
     shards = [part.num_bytes for part in four.parts if not part.key.endswith("rest")]
     assert max(shards) < 1.1 * total / 4
-    # Descriptions alone go between ranks.
+    # Ranks exchange only descriptions.
     assert came[0][0] == 0
     assert came[0][1] < total / 20
 
-    # Of the state of one device a rank maps the file, and reads its own rows of it.
+    # A rank maps the file of one device's state, and reads its own rows.
     came = ranks(2, "two", "one", "four")
     assert_equal(written("one-resumed"), whole)
     assert_equal(written("four-resumed"), written("four"))

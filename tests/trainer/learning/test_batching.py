@@ -57,7 +57,7 @@ def model() -> Any:
 
 
 def path_of(piece: PackedBatch, batch: int, position: int) -> list[int]:
-    """The tokens that a position attends to, in order."""
+    """Return the tokens that a position attends to, in order."""
     if piece.packing is None or piece.position_ids is None:
         return piece.input_ids[batch, : position + 1].tolist()
     place = piece.packing.place
@@ -120,7 +120,7 @@ def test_a_shared_prompt_is_fed_once() -> None:
     turns = [row("a", prompt, [5, 6]), row("b", [*prompt, 5, 6, 7], [8])]
     (piece,) = plan(turns, 1000, sharing=FREE)
     assert piece.input_ids.numel() == len(prompt) + 3
-    # Long answers to a short prompt are cheaper apart: a shared prompt costs them a mask.
+    # Long answers to a short prompt are cheaper apart: a shared prompt needs a mask.
     long = [row(str(k), [1], [k] * 20) for k in range(4)]
     (piece,) = plan(long, 1000, sharing=DEAR)
     assert piece.packing is not None
@@ -161,17 +161,17 @@ def test_a_trial_decides_whether_a_model_can_pack(model: Any) -> None:
     assert model.config._attn_implementation == "sdpa"  # as it was
     costs = costs_of(model)
     assert costs.token > costs.pair > 0
-    # A recurrent model reads one row on into the next: its log-probs would be wrong.
+    # A recurrent model would read across rows, and its log-probs would be wrong.
     recurrent = make_model(
         model_type="mamba", state_size=4, conv_kernel=2, expand=2, intermediate_size=64
     )
     assert not capabilities_of(recurrent).packs
-    # Attention that looks at blocks of the text: short rows do not show it.
+    # Attention over blocks of the text, which short rows do not show.
     blocks = make_model(model_type="llama")
     assert capabilities_of(blocks).packs
     blocks.config.layer_types = ["chunked_attention"] * 2
     assert not capabilities_of(blocks).packs
-    # Soft-capped logits are not what its output layer returns.
+    # Soft-capped logits differ from its output layer's.
     capped = make_model(model_type="gemma2", final_logit_softcapping=3.0)
     assert not capabilities_of(capped).linear_head
 

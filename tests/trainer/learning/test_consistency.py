@@ -31,7 +31,7 @@ from troupe.job import JobSpec
 POLICIES = ("solver", "checker")
 # Those whose advantage is a number per sample, of rewards that groups compare.
 _ADVANTAGES = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "rae"]
-# Layer norms in the parameters' own type: with float64, nothing in it is rounded to less.
+# Layer norms in the parameters' own type, so that float64 is never rounded.
 GPT = {
     "config": {
         "model_type": "gpt2",
@@ -45,7 +45,7 @@ GPT = {
 
 
 def _allowed(algorithm: dict[str, Any]) -> dict[str, Any]:
-    """The nearest that a specification may say."""
+    """Return the nearest value that a specification allows."""
     behaviour = algorithm["old_logprobs"] == "behaviour"
     if algorithm["loss"] != "ppo_clip" and algorithm["correction"] == "truncated" and behaviour:
         algorithm["correction"] = "none"
@@ -67,7 +67,7 @@ algorithms = st.fixed_dictionaries(
         "correction": st.sampled_from(["none", "truncated", "masked", "sequence_masked"]),
         "old_logprobs": st.sampled_from(["behaviour", "recomputed"]),
         "scale_by_std": st.booleans(),
-        # Narrow ranges: clips, caps and masks that touch some tokens and not others.
+        # Narrow ranges, so that clips, caps and masks affect only some tokens.
         "clip_low": st.sampled_from([0.01, 0.2]),
         "clip_high": st.sampled_from([0.01, 0.3]),
     }
@@ -89,7 +89,7 @@ shapes = st.builds(
 
 
 class Policy:
-    """One policy's rows, its learner, and the full-batch gradient that must come out."""
+    """One policy's rows, its learner, and the expected full-batch gradient."""
 
     def __init__(self, name: str, spec: JobSpec, seed: int, shape: Shape, **options: Any) -> None:
         dtype = options.pop("dtype")
@@ -98,7 +98,7 @@ class Policy:
         first = load_model(name, spec.policies[name], seed + 1).double()
         self.rows = random_rows(exact, seed, shape)
         self.exact = full_batch_gradient(exact, self.rows, spec, first)
-        # The one gets its rows in pieces, the other all at once.
+        # One learner gets its rows in pieces, the other all at once.
         self.learner, self.whole = (
             Learner(copy.deepcopy(model), spec, name, **options) for _ in range(2)
         )
@@ -108,11 +108,11 @@ class Policy:
             self.whole.set_reference(weights)
 
     def found(self) -> dict[str, torch.Tensor]:
-        """What accumulated: the mean gradient, as the optimizer is given it."""
+        """Return the accumulated mean gradient, as the optimizer gets it."""
         return self._given(self.learner)
 
     def at_once(self) -> dict[str, torch.Tensor]:
-        """The same of the full batch in one micro-batch, in the same precision."""
+        """Return the gradient of the full batch in one micro-batch, in the same precision."""
         self.whole.accumulate(self.rows)
         return self._given(self.whole)
 
@@ -132,7 +132,7 @@ class Policy:
 
 
 def _micro_batches(rows: list[Row], dice: random.Random) -> list[list[Row]]:
-    """A random partition of `rows` in random order."""
+    """Return a random partition of `rows` in random order."""
     order = dice.sample(rows, len(rows))
     found = []
     while order:
@@ -273,7 +273,7 @@ def test_float32_equals_the_full_batch_in_float64(
 def test_every_advantage_with_every_loss_gives_the_textbook_gradient(
     tokenizer: Path, advantage: str, loss: str, seed: int
 ) -> None:
-    """Each pair at least once, whatever the draws above come to."""
+    """Each pair at least once, regardless of the draws above."""
     model = {**GPT, "tokenizer": str(tokenizer)}
     algorithm = {"advantage": advantage, "loss": loss, "clip_low": 0.01, "clip_high": 0.01}
     layout = {"share_prefixes": True, "skip_zero_advantages": True, "forward_tokens": 64}

@@ -23,7 +23,7 @@ from troupe.workflow.trying import Played
 
 
 class NoShelf(LargeColumns):
-    """No column is so large that it is kept elsewhere."""
+    """A store of columns none of which is large enough to be kept elsewhere."""
 
     def __init__(self) -> None:
         pass
@@ -34,7 +34,7 @@ class NoShelf(LargeColumns):
 
 
 def rows_of(played: Played) -> list[Row]:
-    """As the trainer gets them, over the wire's messages, in the order of turns."""
+    """Return rows as the trainer gets them, from messages of the wire, in the order of turns."""
     ticket = rollout_pb.Ticket(query_id="q", trajectory_id="t")
     samples = samples_of(played.samples, ticket=ticket, shelf=NoShelf())
     sent = [store_pb.Sample.FromString(sample.SerializeToString()) for sample in samples]
@@ -55,10 +55,10 @@ async def played_by(workflow: Any, agents: tuple[str, ...] = ("x",), **options: 
     return await play(workflow, {}, agents=agents, seconds=PATIENCE, **options)
 
 
-# (rewards of the turns, of the agent) -> what groups compare, what gae adds up to.
+# (rewards of the turns, of the agent) -> the values that groups compare, the sums of gae.
 TABLE: list[tuple[list[float | None], float | None, list[float], list[float]]] = [
     ([None, None, None], 5.0, [5, 5, 5], [5, 5, 5]),
-    # The final reward enters although every turn has one of its own.
+    # The final reward counts although every turn has its own.
     ([1.0, 2.0, 4.0], 10.0, [1, 2, 4], [17, 16, 14]),
     ([1.0, 2.0, 4.0], None, [1, 2, 4], [7, 6, 4]),
     ([1.0, None, None], 10.0, [1, 10, 10], [11, 10, 10]),
@@ -80,7 +80,7 @@ async def test_turns_and_their_agent_are_rewarded(
     rows = rows_of(await played_by(workflow))
     assert [row.reward for row in rows] == compared
     assert to_go(rows) == earned
-    # A row that was lost takes along what its turn earned, never what its agent did.
+    # A lost row loses its turn's reward, never its agent's.
     without = sum(reward or 0.0 for reward in own[:2]) + (final or 0.0)
     if final is not None or own[1] is not None:
         assert to_go(rows[:2])[0] == without
@@ -121,7 +121,7 @@ async def test_turns_of_a_game_earn_the_remaining_or_the_whole_reward(credit: Cr
     by_turn = [2.0, 1.0, 1.0]
     assert [row.reward for row in rows] == (by_turn if credit == "to_go" else [2.0] * 3)
     assert to_go(rows) == (by_turn if credit == "to_go" else [2.0] * 3)
-    # Discounted: what comes later is worth less, from where it was earned.
+    # Discounted: later rewards are worth less.
     length = rows[0].response_length
     assert {row.response_length for row in rows} == {length}
     second, last = 0.5**length, 0.5 ** (2 * length)
@@ -157,7 +157,7 @@ RULES: list[tuple[IllegalRule, list[float], list[float]]] = [
 async def test_an_illegal_answer_costs_once(
     rule: IllegalRule, compared: list[float], earned: list[float], credit: Credit
 ) -> None:
-    """The one that ends the game is paid by the game; those before it each cost as much."""
+    """The game sets the reward of the last illegal answer; each earlier one costs as much."""
     rules = PlayRules(illegal=rule)
     workflow = GameWorkflow(Nim, permute=False, credit=credit, rules=rules)
     options: dict[str, Any] = {"agents": ("x", "y"), "seconds": 20, "policy": lambda prompt: "hm"}

@@ -1,4 +1,4 @@
-"""Passes side by side: the same gradient, in an order of sums that never changes."""
+"""Passes side by side: the same gradient, with a fixed order of sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.trainer.learning.test_passes import SHAPE, gradient, learner_of
 
 
 def side_by_side(tokenizer: Path, members: int) -> tuple[Learner, torch.Tensor]:
-    """With so many members on one thread of torch each: others would wait for cores."""
+    """Use this number of members with one torch thread each; more would wait for cores."""
     learner = learner_of(tokenizer, {})
     learner._passes._threads = CpuThreads(members) if members > 1 else None
     return learner, gradient(learner)
@@ -27,13 +27,13 @@ def side_by_side(tokenizer: Path, members: int) -> tuple[Learner, torch.Tensor]:
 def test_passes_side_by_side_give_the_gradient_of_one_after_the_other(
     tokenizer: Path,
 ) -> None:
-    """With a divergence from the first version in the loss, so twins of that are asked too."""
+    """The loss has a divergence from the first version, so that it has twins, too."""
     _, alone = side_by_side(tokenizer, 1)
     learner, together = side_by_side(tokenizer, 3)
     _, again = side_by_side(tokenizer, 3)
 
     assert len(learner._passes._thread_models) == 3
-    # Sums in another order: what rounding comes to is a matter of the largest terms.
+    # Sums in another order: rounding depends on the largest terms.
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6 * float(alone.abs().max()))
     assert torch.equal(together, again)
 
@@ -123,7 +123,7 @@ def test_a_crew_is_used_for_small_models_on_several_threads() -> None:
 
 
 def test_models_with_dropout_are_computed_in_one_thread(tokenizer: Path) -> None:
-    """Threads draw from one generator, in no order."""
+    """Threads would draw from one generator, in no fixed order."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -47,7 +47,7 @@ def _row(trajectory: str, turn: int, length: int, reward: float, **more: Any) ->
 
 
 def test_an_agents_turns_are_one_episode_in_whatever_order_they_come() -> None:
-    """Its reward comes once, at the end; a turn's own where it was earned."""
+    """The agent's reward counts once, at the end; a turn's own reward at the turn."""
     rows = [
         _row("b", 4, 1, 7.0),
         _row("a", 2, 2, 5.0),
@@ -59,7 +59,7 @@ def test_an_agents_turns_are_one_episode_in_whatever_order_they_come() -> None:
     values = torch.zeros(8)
     got = chained_advantages(rows, values, gamma=1.0, gae_lambda=1.0)
     assert got.tolist() == [7.0, 5.0, 5.0, 6.0, 6.0, 6.0, 9.0, 3.0]
-    # One step: the value of the next turn's first token, whoever spoke in between.
+    # One step: the value of the next turn's first token, whichever agent spoke in between.
     values = torch.tensor([0.0, 10.0, 0.0, 0.0, 0.0, 20.0, 0.0, 0.0])
     got = chained_advantages(rows, values, gamma=0.5, gae_lambda=0.0)
     assert got.tolist() == [7.0, -10.0, 5.0, 0.0, 10.0, -14.0, 9.0, 3.0]

@@ -34,7 +34,7 @@ def _learner(tokenizer: Path, *, deterministic: bool = True, **sections: Any) ->
 
 
 def _claims(rows: list[Row], dice: random.Random, *, whole: bool) -> list[list[Row]]:
-    """A random partition into claims, in random order; `whole`: of whole groups."""
+    """Return a random partition into claims, in random order; `whole`: of whole groups."""
     units = [[row] for row in rows]
     if whole:
         names = sorted({row.group for row in rows})
@@ -50,14 +50,14 @@ def _claims(rows: list[Row], dice: random.Random, *, whole: bool) -> list[list[R
 
 
 def _renamed(rows: list[Row], dice: random.Random) -> list[Row]:
-    """The same content under other ids: turns are numbered in the order in which they ended."""
+    """Return the same content under other ids: turns are numbered in the order of their ends."""
     return [replace(row, sample_id=f"{dice.randint(0, 9)}/{row.sample_id}") for row in rows]
 
 
 def _train(learner: Learner, steps: list[list[Row]], seed: int, *, whole: bool) -> None:
     dice = random.Random(seed)
     for version, rows in enumerate(steps):
-        if dice.random() < 0.3:  # an attempt that came to nothing
+        if dice.random() < 0.3:  # an attempt that was given up
             learner.accumulate(dice.sample(rows, dice.randint(1, len(rows))))
             learner.discard()
         for claim in _claims(_renamed(rows, dice), dice, whole=whole):
@@ -108,7 +108,7 @@ def test_order_and_partition_leave_no_trace(
 
 
 def test_order_leaves_a_trace_without_deterministic_mode(tokenizer: Path) -> None:
-    """Or the test above would prove nothing."""
+    """Otherwise the test above would prove nothing."""
     learners = [_learner(tokenizer, deterministic=False) for _ in range(2)]
     steps = [random_rows(learners[0].model, i, Shape(groups=5, members=6)) for i in range(STEPS)]
     for i, learner in enumerate(learners):
@@ -118,7 +118,7 @@ def test_order_leaves_a_trace_without_deterministic_mode(tokenizer: Path) -> Non
 
 
 def test_a_group_without_all_its_members_still_counts(tokenizer: Path) -> None:
-    # The store delivers all of a step's samples; rewards may tell of more members than came.
+    # The store delivers all of a step's samples; rewards may name more members than were delivered.
     learner = _learner(tokenizer)
     rows = random_rows(learner.model, 0, Shape(groups=3, members=6))
     names = [row.group for row in rows]
@@ -148,6 +148,6 @@ def test_a_gradient_out_of_range_skips_the_step(tokenizer: Path, position: int) 
     assert not applied.applied
     assert "deterministic mode cannot add" in applied.reason
     assert all(torch.equal(t, before[name]) for name, t in _state(learner).items())
-    # The next one is as if nothing had been.
+    # The next step shows no trace of it.
     learner.accumulate(rows)
     assert learner.apply(0).applied

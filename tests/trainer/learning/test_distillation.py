@@ -68,7 +68,7 @@ def log_softmaxes(model: Any, row: Row) -> torch.Tensor:
 def plain_gradient(
     spec: JobSpec, rows: list[Row], *, full: bool, rewards: bool
 ) -> tuple[torch.Tensor, float]:
-    """The gradient of the summed loss, and the mean divergence (or its estimate)."""
+    """Return the gradient of the summed loss, and the mean divergence (or its estimate)."""
     model = model_of(spec, "solver")
     teachers = {name: model_of(spec, name).requires_grad_(False) for name in ("wise", "wiser")}
     distillation = spec.algorithm.distillation
@@ -108,7 +108,7 @@ def plain_gradient(
 
 
 def with_columns(spec: JobSpec, rows: list[Row]) -> list[Row]:
-    """Rows with the log-probs of the teachers' engines."""
+    """Return rows with the log-probs of the teachers' engines."""
     distillation = spec.algorithm.distillation
     assert distillation is not None
     taught = []
@@ -161,7 +161,7 @@ def test_threads_and_padded_rows_compute_the_same(
 
 
 def test_a_student_becomes_its_teacher(tokenizer: Path) -> None:
-    """Without any reward: on its own samples the divergence falls to a small part."""
+    """Without any reward, the divergence on its own samples falls to a small part."""
     spec = spec_of(tokenizer, {"agent0": "wise", "agent1": "wise"})
     learner = Learner(load_model("solver", spec.policies["solver"], 0), spec, "solver")
     seen = []

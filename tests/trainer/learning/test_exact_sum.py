@@ -1,4 +1,4 @@
-"""Fixed-point sums: free of order, within their bound, refused when they could wrap around."""
+"""Fixed-point sums: independent of order, within their bound, refused when they could overflow."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_absent_gradients_count_as_zero() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_a_sum_that_may_leave_the_range_is_refused_in_any_order(order: tuple[int, ...]) -> None:
-    # The true sum is small; but whether it is must not depend on what came first.
+    # The true sum is small, but a refusal must not depend on the order of terms.
     terms = [[torch.tensor([value])] for value in (4e6, -4e6, 4e6)]
     total = ExactSum([torch.zeros(1)])
     for i in order[:2]:

@@ -62,7 +62,7 @@ def gradient(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def textbook_imbalance(model: Any, row: Row) -> torch.Tensor:
-    """Of one row by transformers' own router outputs: E/k sum_e f_e P_e, mean over layers."""
+    """Return a row's imbalance by transformers' routers: E/k sum_e f_e P_e, mean over layers."""
     output = model(torch.from_numpy(row.ids[:-1])[None], output_router_logits=True, use_cache=False)
     found = []
     for logits in output.router_logits:
@@ -77,7 +77,7 @@ def textbook_imbalance(model: Any, row: Row) -> torch.Tensor:
 
 
 def textbook(spec: JobSpec, rows: list[Row]) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradient of the mean loss with the auxiliary one, and that one."""
+    """Return the gradient of the mean loss with the auxiliary loss, and the latter."""
     model = model_of(spec)
     plain = full_batch_gradient(model, rows, spec)
     model.zero_grad()
@@ -194,7 +194,7 @@ def test_the_imbalance_is_one_for_equal_probabilities_and_never_below_zero(
     found = imbalances(logits, top, sizes)
     assert (found > 0).all()
     assert (found <= experts / k + 1e-9).all()
-    # A row alone has what it has among others.
+    # A row alone has the same load as among others.
     parts = zip(logits.split(lengths), top.split(lengths), lengths, strict=True)
     alone = torch.cat([imbalances(a, b, torch.tensor([size])) for a, b, size in parts])
     torch.testing.assert_close(alone, found)

@@ -1,4 +1,4 @@
-"""Training state and checkpoints on disk: whole or not there, also when the disk is full."""
+"""Training state and checkpoints on disk: complete or absent, also when the disk is full."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_two_attempts_at_one_version_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_the_last_attempt_at_the_same_weights_counts(tmp_path: Path) -> None:
-    # One that was never committed: the same published bits, other samples, other moments.
+    # A version that was never committed: the same published bits, other samples, other moments.
     store = StateStore(tmp_path, "job", "solver")
     old = make_state(1)
     other = replace(old.snapshot, moments={"step/w": torch.tensor(3.0)})
@@ -135,7 +135,7 @@ def test_a_full_disk_leaves_the_previous_state(small_disk: Path) -> None:
     assert caught.value.field == "data_dir"
     assert store.versions() == [1]
     store.load(1)
-    # Nothing is left behind that would keep the disk full.
+    # No remains keep the disk full.
     (directory,) = small_disk.glob("job/state/*")
     assert [path.name[:3] for path in directory.iterdir()] == ["v1-"]
     ballast.unlink()
@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_older_checkpoints(small_disk: Path, tokenizer: Path)
 
 
 def test_policies_of_one_process_draw_from_generators_of_their_own() -> None:
-    """As if the other policy were not there, in whatever order they take turns."""
+    """As if the other policy did not exist, in whatever order they take turns."""
     cpu = torch.device("cpu")
 
     def draw(randomness: Randomness) -> list[float]:

@@ -25,7 +25,7 @@ def model(device: torch.device = CUDA) -> Any:
 
 
 class Kernels:
-    """What is installed, and what a kernel adds to the right values."""
+    """The installed kernels, and the error that a kernel adds to the right values."""
 
     def __init__(self) -> None:
         self.installed = {"flash_attn_interface"}

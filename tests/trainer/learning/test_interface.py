@@ -1,4 +1,4 @@
-"""Every learner implements the one interface, and its callers ask that interface only."""
+"""Every learner implements the interface, and callers use only the interface."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def parameters(member: object) -> list[tuple[str, object, object]]:
-    """Name, kind and default of each parameter."""
+    """Return the name, kind and default of each parameter."""
     assert inspect.isfunction(member)
     found = inspect.signature(member).parameters.values()
     return [(one.name, one.kind, one.default) for one in found]

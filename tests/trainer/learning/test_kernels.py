@@ -21,7 +21,7 @@ from tests.support.training import VOCABULARY, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpec
 
-# How many modules compute otherwise: norms and attention, of two layers each and at the end.
+# The number of replaced modules: norms and attention of two layers, and the last norm.
 MODULES = {
     "llama": 7,
     "mistral": 7,
@@ -33,7 +33,7 @@ MODULES = {
     "olmo2": 11,
     "qwen3_moe": 11,
     "qwen2_moe": 7,
-    # Weights of their norms are counted from one: only the rotary embedding is the same.
+    # Their norms add one to the weights, so that only the rotary embedding is the same.
     "gemma": 2,
     "gemma2": 2,
     "gemma3_text": 2,
@@ -41,7 +41,7 @@ MODULES = {
     "olmo3": 11,
     "granite": 7,
     "smollm3": 7,
-    # Neighbours are turned there, not halves.
+    # Their rotary embedding turns neighbours, not halves.
     "cohere": 0,
     "cohere2": 0,
     "glm": 5,
@@ -66,7 +66,7 @@ MODULES = {
 
 
 def make_model(kind: str) -> Any:
-    """Random weights, also for norms, which are ones elsewhere at first."""
+    """Return a model with random weights, also for norms, which otherwise begin as ones."""
     values = tiny_config(model_type=kind, hidden_size=64, num_attention_heads=4)
     values["num_key_value_heads"] = 2
     values |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
@@ -81,7 +81,7 @@ def make_model(kind: str) -> Any:
 
 
 def outcome(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of two random rows, and the gradient of a weighted sum of them."""
+    """Return logits of two random rows, and the gradient of a weighted sum of them."""
     torch.manual_seed(1)
     model.zero_grad()
     ids = torch.randint(VOCABULARY, (2, 12))
@@ -152,7 +152,7 @@ def test_other_models_of_a_class_are_left_alone() -> None:
     assert use_kernels(first) == 11
     assert not any("forward" in vars(module) for module in other.modules())
     assert modeling_qwen3.apply_rotary_pos_emb is own
-    # A copy computes with weights of its own.
+    # A copy computes with its own weights.
     changed = copy.deepcopy(first)
     with torch.no_grad():
         for module in (changed, other):
@@ -192,7 +192,7 @@ def test_unmeasured_cases_use_the_model_s_own_kernels() -> None:
 
 
 def learner_of(tokenizer: Path, kernels: str, dtype: str = "float32", **trainer: object) -> Learner:
-    """With the gradient of a random step accumulated."""
+    """Return a learner that has accumulated the gradient of a random step."""
     values = make_spec(tokenizer, algorithm={"kl_coefficient": 0.05}).model_dump(mode="json")
     solver = values["policies"]["solver"]
     solver["model"]["dtype"] = dtype
@@ -232,7 +232,7 @@ def test_a_step_of_rounded_products_is_as_near_as_without(tokenizer: Path, again
 
 
 class _Norm(torch.autograd.Function):
-    """What Liger's RMSNorm computes, in torch's operators."""
+    """Liger's RMSNorm in torch's operators."""
 
     @staticmethod
     def forward(x: Any, weight: Any, eps: float, offset: float, mode: str, *rest: Any) -> Any:
@@ -276,7 +276,7 @@ def test_ligers_kernels_are_used_where_they_give_the_same_results(
     assert gpu.use_liger(model) == MODULES[kind]
     for ours, own in zip(outcome(model), expected, strict=True):
         torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
-    # One that computes something else, or breaks, is not used.
+    # A kernel that computes something else, or fails, is not used.
     for wrong in (lambda q, k, cos, sin: (q, k), lambda *_: None):
         fake.LigerRopeFunction = types.SimpleNamespace(apply=wrong)  # type: ignore[attr-defined]
         other = make_model(kind)

@@ -23,7 +23,7 @@ from troupe.algorithms.advantages import group_advantages
 
 
 def make_rows(model: Any, count: int, seed: int, *, noise: float = 0.0) -> list[Row]:
-    """`count` answers to a few prompts, scored by `model` (plus noise)."""
+    """Return `count` answers to a few prompts, scored by `model` (plus noise)."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(VOCABULARY, size=rng.integers(1, 9)) for _ in range(3)]
     rewards = rng.integers(0, 3, size=count).astype(float)
@@ -182,7 +182,7 @@ def test_a_skipped_step_changes_nothing(tokenizer: Path) -> None:
 def test_a_step_that_overflows_weights_is_refused(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its gradient is finite; without the check engines would be given what it makes."""
+    """Its gradient is finite; without the check engines would get the infinite weights."""
     learner = make_learner(tokenizer)
     learner.accumulate(make_rows(learner.model, 6, 0))
     assert learner.apply(0).applied

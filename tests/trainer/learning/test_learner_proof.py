@@ -1,4 +1,4 @@
-"""Proofs by a learner: the log-probs that transformers gives by what is published."""
+"""Proofs by a learner: the log-probs that transformers computes with the published weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spec_of(tokenizer: Path, dtype: str, **config: Any) -> JobSpec:
 
 
 def plain(spec: JobSpec, published: dict[str, torch.Tensor], proof: Proof) -> torch.Tensor:
-    """Log-probs of the proof's prompt by a forward pass of transformers in float32."""
+    """Return log-probs of the proof's prompt by a forward pass of transformers in float32."""
     model = load_model("solver", spec.policies["solver"], spec.seed)
     values = ModelArrangement.of(model, published).arranged(published)
     model.load_state_dict({n: t.float() for n, t in values.items()}, strict=False)
@@ -47,7 +47,7 @@ def plain(spec: JobSpec, published: dict[str, torch.Tensor], proof: Proof) -> to
 def test_a_learner_proves_each_version_that_it_publishes(
     tokenizer: Path, dtype: str, config: dict[str, Any]
 ) -> None:
-    """In the published type: weights that are trained in float32 give other log-probs."""
+    """In the published type: the float32 weights of training give other log-probs."""
     spec = spec_of(tokenizer, dtype, **config)
     model = load_model("solver", spec.policies["solver"], spec.seed)
     learner = Learner(model, spec, "solver")
@@ -64,7 +64,7 @@ def test_a_learner_proves_each_version_that_it_publishes(
         proof.check(expected.tolist())
         assert before is None or before.logprobs != proof.logprobs
         before = proof
-    # What is not a step: the learner goes on as if there had been no proof.
+    # A proof is not a step: the learner continues as without it.
     learner.accumulate(make_rows(learner.model, 8, 2, noise=0.3))
     assert learner.apply(2).applied
 

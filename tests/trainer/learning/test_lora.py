@@ -172,7 +172,7 @@ def test_published_weights_are_the_adapter_and_merge_to_the_same_model(
 
 
 def test_the_divergence_of_an_adapter_is_measured_from_the_base(tokenizer: Path) -> None:
-    """It is nothing at first, and something once the adapter has moved."""
+    """It is zero at first, and positive once the adapter has changed."""
     values = lora_spec(tokenizer, ["a"]).model_dump(mode="json")
     values["algorithm"] = {"kl_coefficient": 1.0}
     spec = JobSpec.model_validate(values)
@@ -191,7 +191,7 @@ def test_the_divergence_of_an_adapter_is_measured_from_the_base(tokenizer: Path)
 def test_packed_rows_give_the_textbook_gradient(
     tokenizer: Path, begins: str, checkpointed: bool
 ) -> None:
-    """In passes of many rows, the reference's too, which is the base or has an adapter itself."""
+    """In passes of many rows, also of the reference: the base, with or without an adapter."""
     values = lora_spec(tokenizer, ["a"]).model_dump(mode="json")
     values["algorithm"] = {"kl_coefficient": 0.5, "entropy_coefficient": 0.01}
     values["policies"]["a"]["optimizer"]["max_grad_norm"] = 1e9

@@ -64,7 +64,7 @@ async def test_two_policies_over_one_base_go_on_bitwise_after_a_restart(
     )
     second = await train(stage, trainer, spec, 1)
 
-    # The same job again, whose second step another worker does, from what is on disk.
+    # The same job again; another worker makes its second step, from the state on disk.
     job, before = await stage.sibling()
     for name in BOTH:
         await before.bind(spec, name)
@@ -76,7 +76,7 @@ async def test_two_policies_over_one_base_go_on_bitwise_after_a_restart(
         await after.bind(spec, name, version=1, checksum=first[name].checksum)
     again = await train(job, after, spec, 1)
     assert {n: r.checksum for n, r in again.items()} == {n: r.checksum for n, r in second.items()}
-    # What is kept for that is small: adapters and their moments.
+    # The kept state is small: adapters and their moments.
     state = next(stage.root.glob(f"runs/{job.job_id}/state/a/v2-*"))
     size = sum(file.stat().st_size for file in state.glob("*.safetensors"))
     assert size < sum(t.nbytes for t in bases[0].weights().values())
@@ -116,12 +116,12 @@ async def test_a_frozen_policy_is_served_with_the_adapter_that_it_is_given(
     frozen = JobSpec.model_validate(values)
     job, other = await stage.sibling()
     ref = await other.bind(frozen, "b")
-    # Its version 0 is, bit for bit, what was trained: the same content, the same name.
+    # Its version 0 equals the trained adapter bit for bit: the same content, the same name.
     assert ref.checksum == refs["a"].checksum
     assert not list((stage.root / "runs" / job.job_id).glob("state/b/*"))
     with pytest.raises(FailedPrecondition, match="is frozen"):
         await other.run(0, 0, "b")
-    # And one that is trained begins there, and its divergence is from there.
+    # A trained policy begins there, and its divergence is measured from there.
     assert (await other.bind(frozen, "a")).checksum == refs["a"].checksum
 
 

@@ -36,7 +36,7 @@ def test_an_architecture_trains_and_its_checkpoint_loads_again(
 ) -> None:
     config = ARCHITECTURES.get(name) or FURTHER[name]
     spec = make_spec(tokenizer, model={"config": config, "tokenizer": str(tokenizer)})
-    # Its own kernels round otherwise than transformers', which the exported model computes with.
+    # Its own kernels round differently from transformers', which the exported model uses.
     plain = TrainerSpec(kernels="off")
     policy = spec.policies["solver"].model_copy(update={"trainer": plain})
     spec = spec.model_copy(update={"policies": {"solver": policy}})
@@ -61,7 +61,7 @@ def test_an_architecture_trains_and_its_checkpoint_loads_again(
 
 
 def assert_same(mine: Any, trained: Any) -> None:
-    """The same weights to the bit, and the same logits up to where tensors lie in memory."""
+    """Check for the same weights bit for bit, and logits that differ only by memory layout."""
     assert all(torch.equal(a, b) for a, b in zip(*map(state_of, (mine, trained)), strict=True))
     torch.testing.assert_close(logits(mine), logits(trained), rtol=1e-5, atol=1e-5)
 
@@ -72,7 +72,7 @@ def state_of(model: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """By transformers' own attention."""
+    """Return logits by transformers' own attention."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

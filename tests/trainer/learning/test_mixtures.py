@@ -1,4 +1,4 @@
-"""Mixtures of experts in the trainer: published, kept and exported as their checkpoints are."""
+"""Mixtures of experts in the trainer: published, kept and exported in their checkpoints' form."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_exported_mixture_is_what_transformers_saves(tokenizer: Path, tmp_pat
 def test_an_adapter_on_a_mixture_covers_only_attention_and_reports_it(
     tokenizer: Path, tmp_path: Path
 ) -> None:
-    """Experts are one tensor of all of them, on which no adapter sits."""
+    """All experts are one tensor, which has no adapter."""
     spec = mixture_spec(tokenizer, lora={"rank": 4, "alpha": 8, "target_modules": "all-linear"})
     policy = spec.policies["solver"]
     model = load_adapted("solver", policy, spec.seed, torch.device("cpu"))
@@ -119,7 +119,7 @@ def test_an_adapter_on_a_mixture_covers_only_attention_and_reports_it(
 
 @pytest.mark.parametrize("name", ["gate_proj", "gate_up_proj"])
 def test_an_adapter_on_experts_is_refused(tokenizer: Path, name: str) -> None:
-    """By the name that files have, and by the one that transformers has."""
+    """By the name in files, and by the name in transformers."""
     spec = mixture_spec(tokenizer, lora={"rank": 4, "alpha": 8, "target_modules": [name]})
     with pytest.raises(InvalidArgument, match="experts") as refused:
         load_adapted("solver", spec.policies["solver"], spec.seed, torch.device("cpu"))

@@ -76,7 +76,7 @@ def test_steps_with_offload_equal_steps_without(
 
 
 def test_a_state_continues_with_offload_or_without(tokenizer: Path) -> None:
-    """Saved with it and loaded without, the other way round, and suspended within a step."""
+    """Saved with it and loaded without, vice versa, and suspended within a step."""
     expected = learner_of(tokenizer, "none")
     for version in range(3):
         step(expected, version)

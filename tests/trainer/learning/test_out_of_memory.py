@@ -1,4 +1,4 @@
-"""Passes that run out of memory: smaller ones take their place, and nothing is counted twice."""
+"""Passes that run out of memory are repeated as smaller ones; nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPE = Shape(groups=4, members=4, prompt=12, response=10)
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads would divide rows among themselves, and run out of memory each for itself."""
+    """Threads would divide the rows, and each would run out of memory separately."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def allocate_too_much() -> None:
-    """An error of torch's own allocator: 4 EiB."""
+    """Raise the error of torch's own allocator, for 4 EiB."""
     torch.empty(1 << 62, dtype=torch.uint8)
 
 
@@ -146,7 +146,7 @@ def test_gradients_of_earlier_micro_batches_stay_exact(
 def test_gradients_are_copied_only_before_a_pass_that_is_larger_than_any_so_far(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole micro-batches are larger than the budget of a pass, and their passes smaller."""
+    """Whole micro-batches exceed the budget of a pass; their passes do not."""
     monkeypatch.setattr(pass_budget, "COPIED", {"cpu"})
     copies: list[list[int]] = []
     real = pass_budget.PassBudget._copied
@@ -180,7 +180,7 @@ def test_gradients_are_copied_only_before_a_pass_that_is_larger_than_any_so_far(
 def test_a_step_begins_again_where_gradients_cannot_be_copied(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU: the error is one that the orchestrator repeats the step for, in smaller passes."""
+    """On a CPU: the orchestrator repeats the step after this error, in smaller passes."""
     learner = learner_of(tokenizer, BUDGET)
     small = random_rows(learner.model, 2, Shape(groups=1, members=2, prompt=4, response=3))
     large = random_rows(learner.model, 3, SHAPE)
@@ -199,7 +199,7 @@ def test_a_step_begins_again_where_gradients_cannot_be_copied(
 def test_a_row_that_does_not_fit_alone_is_named(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its length, the device's memory, what it needs, and what can be done."""
+    """The error names its length, the device's memory, the needed memory and remedies."""
     learner = learner_of(tokenizer, BUDGET)
     rows = random_rows(learner.model, 1, SHAPE)
     longest = max(len(row.ids) for row in rows)

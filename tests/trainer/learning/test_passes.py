@@ -34,7 +34,7 @@ SHAPE = Shape(groups=4, members=6, prompt=20, response=40)
 def learner_of(
     tokenizer: Path, trainer: dict[str, Any], *, aux: float = 0.0, **model: Any
 ) -> Learner:
-    """Of a tiny model with seed 0, or another; `aux`: coefficient of the routers' loss."""
+    """Return a learner of a tiny model with seed 0, or another; `aux`: of the routers' loss."""
     source = {"config": tiny_config(**model), "tokenizer": str(tokenizer)}
     algorithm = {"kl_coefficient": 0.05, "router_aux_loss": aux}
     spec = make_spec(tokenizer, model=source, algorithm=algorithm)
@@ -46,7 +46,7 @@ def learner_of(
 
 
 def gradient(learner: Learner, seed: int = 0) -> torch.Tensor:
-    """Of a random batch, in two micro-batches."""
+    """Return the gradient of a random batch, in two micro-batches."""
     plain = load_model("solver", learner._policy, 0)
     rows = random_rows(plain, seed, SHAPE)
     learner.accumulate(rows[:3])
@@ -80,13 +80,13 @@ def test_the_jobs_tokens_of_a_forward_pass_override_the_workers(
     learner = learner_of(tokenizer, {"forward_tokens": 90})
     sizes: list[int] = []
     computing: set[str] = set()
-    # Of the class: a twin would share the attribute of the policy's own model, and with it
+    # Patch the class: a twin would share the attribute of the policy's own model, and with it
     # that model's layers and hooks.
     kind = type(learner.model)
     forward = kind.forward
 
     def count(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if "input_ids" in kwargs:  # else the test's own call, for scores of its rows
+        if "input_ids" in kwargs:  # otherwise the test's own call, for scores of its rows
             sizes.append(kwargs["input_ids"].numel())
             computing.add(threading.current_thread().name)
         return forward(model, *args, **kwargs)
@@ -235,5 +235,5 @@ def test_tokens_are_kept_of_few_rows_with_advantages_and_ratios(tokenizer: Path)
         )
         ratios = (by_id[row.sample_id] - torch.from_numpy(row.behaviour)).exp()
         assert list(one.ratios) == pytest.approx(ratios.tolist(), rel=1e-4)
-    # The next step begins without them.
+    # The next step begins without gradients.
     assert learner._passes.kept.take() == []

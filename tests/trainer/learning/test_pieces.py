@@ -30,7 +30,7 @@ from troupe.job import TrainerSpec
 
 
 def conversation(turns: int, size: int, seed: int = 0, start: list[int] | None = None) -> list[Row]:
-    """A row per turn of `size` tokens, half of them the reply's, behind those before."""
+    """Return a row per turn of `size` tokens, half of them the reply, after the earlier turns."""
     rng = np.random.default_rng(seed)
     ids = list(start or [])
     found = []
@@ -101,7 +101,7 @@ def test_pieces_give_the_gradient_of_the_whole(
 
 
 def first_of(batches: list[PackedBatch], batch: PackedBatch) -> int:
-    """Names a sequence by the first of its passes."""
+    """Return the first pass of a sequence, which identifies it."""
     return next(i for i, one in enumerate(batches) if one.history is batch.history)
 
 
@@ -170,7 +170,7 @@ def test_pieces_score_every_token_once_behind_its_own_prefix(
                 keys = [token for part in layouts[piece] for token in part]
                 for earlier, index in packing.past.earlier:
                     assert (first, earlier) in kept
-                    # Those that it reads are differentiated after it.
+                    # The pieces that it reads are differentiated after it.
                     assert kind == "scores" or (first, earlier) not in learnt
                     whole = [token for part in layouts[first, earlier] for token in part]
                     keys += whole if index is None else [whole[i] for i in index.tolist()]
@@ -208,7 +208,7 @@ def test_a_conversation_is_one_sequence_of_its_tokens() -> None:
     (batch,) = plan(rows, 1000, sharing=FREE)
     assert batch.packing is not None
     assert batch.input_ids.numel() == len(rows[-1].ids) - 1
-    # Causal attention over all of it: no mask, no row of its own for each turn.
+    # Causal attention over the whole conversation: no mask, no separate row for each turn.
     assert batch.packing.query_lengths == (399,)
     assert not batch.packing.blocks[0].masked
     pieces = plan(rows, 100, sharing=FREE, cut=100)
@@ -276,7 +276,7 @@ def learners(
 
 
 def played(learner: Learner) -> list[Row]:
-    """Turns of conversations, and answers to one prompt, near the model."""
+    """Return turns of conversations, and answers to one prompt, near the model."""
     rows = random_rows(learner.model, 1, Shape(groups=2, members=3, prompt=20, response=30))
     start = [1, 2, 3, 4, 5]
     for seed in range(3):
@@ -315,7 +315,7 @@ def test_a_step_in_pieces_equals_the_whole_step(tokenizer: Path, algorithm: dict
     for name, value in ours.metrics.items():
         assert value == pytest.approx(theirs.metrics[name], rel=1e-4, abs=1e-6), name
     assert "train/packed" not in ours.metrics
-    # What people are shown of cut rows is complete.
+    # Shown tokens of cut rows are complete.
     kept = {(one.trajectory_id, one.turn): list(one.ratios) for one in theirs.kept}
     assert kept
     for one in ours.kept:
@@ -349,7 +349,7 @@ def test_a_long_conversation_is_trained_in_the_memory_of_a_pass(tokenizer: Path)
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often a value is read from a tensor, for which a GPU would be waited for."""
+    """Counts reads of values from tensors, for which the host would wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -370,7 +370,7 @@ def test_a_micro_batch_waits_for_the_device_once(
     learner._passes.backward(rows, advantages, TokenStatistics(), None)
     columns = learner._passes._columns(rows, advantages)  # made on the host
     monkeypatch.setattr(learner._passes, "_columns", lambda *_: columns)
-    # A look at the temperatures that is taken on a CPU only.
+    # A read of temperatures that happens only on a CPU.
     monkeypatch.setattr(torch.Tensor, "all", lambda *_: False)
     with _Waits() as waits:
         assert not learner._passes.backward(rows, advantages, TokenStatistics(), None)

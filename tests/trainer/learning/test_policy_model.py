@@ -96,7 +96,7 @@ def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_without_tokenizer_has_none(tokenizer: Path, tmp_path: Path) -> None:
-    # transformers would make one up that encodes every text as nothing.
+    # transformers would invent one that encodes every text as no tokens.
     load_model("solver", policy(tokenizer, config=tiny_config()), 0).save_pretrained(tmp_path)
     with pytest.raises(InvalidArgument, match="it has a model but no tokenizer"):
         load_tokenizer("solver", policy(tmp_path, path=str(tmp_path)))
@@ -130,13 +130,13 @@ def test_learning_rates_follow_their_schedule() -> None:
 
 
 def changed(folder: Path, **values: Any) -> None:
-    """Other values in the folder's config.json."""
+    """Change values in the folder's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Other tensors in the folder's checkpoint."""
+    """Change tensors in the folder's checkpoint."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -242,7 +242,7 @@ def test_equivalent_checkpoints_with_other_tensors_are_read(
             tensors[HEAD] = tensors[EMBEDDING].clone()
         elif kind == "other_name" and tied:
             tensors[HEAD] = tensors.pop(EMBEDDING)
-        elif kind == "rotary":  # older releases saved what follows from the configuration
+        elif kind == "rotary":  # older releases saved values that follow from the configuration
             tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
 
     rewritten(tmp_path, change)

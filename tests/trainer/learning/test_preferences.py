@@ -1,4 +1,4 @@
-"""Preferences in the learner: the losses of pairs, divided and repeated in any way."""
+"""Preferences in the learner: losses of pairs, however they are divided and repeated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def learner_of(spec: JobSpec, *, double: bool = True) -> Learner:
 
 
 def pairs_of(seed: int, count: int = 5, *, several: bool = False) -> list[Row]:
-    """Pairs, chosen before rejected; with `several` a chosen side may have two replies."""
+    """Return pairs, chosen before rejected; with `several` a chosen side may have two replies."""
     rng = np.random.default_rng(seed)
     rows: list[Row] = []
     for number in range(count):
@@ -70,7 +70,7 @@ def pairs_of(seed: int, count: int = 5, *, several: bool = False) -> list[Row]:
 
 
 def plain(model: Any, reference: Any, rows: Sequence[Row], loss: Loss, beta: float) -> torch.Tensor:
-    """The mean loss of all pairs as the papers write it, differentiable."""
+    """Return the mean loss of all pairs as in the papers, differentiable."""
     losses = []
     for group in dict.fromkeys(row.group for row in rows):
         means = []
@@ -103,7 +103,7 @@ def moved(learner: Learner, by: float = 0.1) -> Any:
 
 
 def gradient(learner: Learner, rows: Sequence[Row], cuts: Sequence[int]) -> torch.Tensor:
-    """Of the mean loss."""
+    """Return the gradient of the mean loss."""
     for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         learner.accumulate(rows[start:stop])
     learner.complete()
@@ -173,7 +173,7 @@ def test_an_adapter_learns_from_its_base(tokenizer: Path, loss: Loss) -> None:
         learner.accumulate(rows)
         found = learner.apply(version).metrics
         losses.append(found["preference/loss"])
-    # At first both are the same, and every pair is one of chance.
+    # At first policy and reference are equal, and every preference is a coin toss.
     assert losses[0] == pytest.approx(np.log(2) if loss == "dpo" else 1 / 0.8**2, rel=1e-5)
     assert losses[-1] < 0.8 * losses[0]
     assert found["preference/accuracy"] == 1

@@ -26,7 +26,7 @@ SHAPE = Shape(groups=4, members=4, prompt=12, response=16)
 
 
 def routed(row: Row) -> Row:
-    """Experts that depend on the tokens so far, as in an engine: a prefix has its own."""
+    """Return experts that depend on the tokens so far, as in an engine."""
     ids = row.ids[:-1]
     first = np.cumsum(ids) % 8
     both = np.stack([first, (first + 1 + ids % 7) % 8], -1)
@@ -35,7 +35,7 @@ def routed(row: Row) -> Row:
 
 @torch.no_grad()
 def replayed_logprobs(model: Any, row: Row) -> torch.Tensor:
-    """Of a response, by one plain pass with the row's experts."""
+    """Return log-probs of a response, by one plain pass with the row's experts."""
     routers = Routers.of(model)
     assert routers is not None
     routes = None if row.routes is None else torch.from_numpy(row.routes.astype(np.int64))
@@ -58,7 +58,7 @@ def replayed_logprobs(model: Any, row: Row) -> torch.Tensor:
 def test_log_probs_and_gradients_use_the_experts_recorded_in_the_rows(
     tokenizer: Path, how: dict[str, Any]
 ) -> None:
-    """A group of rows without experts among them routes for itself."""
+    """A group of rows without experts is routed by the model."""
     options = dict(how)
     spec = mixture_spec(tokenizer, options.pop("trainer", None), algorithm={"router_replay": True})
     model = model_of(spec)
@@ -120,7 +120,7 @@ def test_experts_that_the_model_does_not_have_are_refused(
 
 
 def test_routes_are_read_only_by_mixtures_that_replay_them(tokenizer: Path) -> None:
-    """Without the job's word, and by dense models."""
+    """Not without the job's setting, and not by dense models."""
     routes = np.zeros((6, 2, 2), np.uint8)
     spec = mixture_spec(tokenizer)
     learner = Learner(model_of(spec, torch.float32), spec, "solver")

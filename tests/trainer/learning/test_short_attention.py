@@ -137,5 +137,5 @@ def test_rounded_states_attend_in_float32() -> None:
         found = attend(packing, 46, (4, 2), dtype=torch.bfloat16)
     assert {t.dtype for t in found} == {torch.bfloat16}
     for ours, own in zip(found, states, strict=True):
-        # Rounded once, behind everything.
+        # Rounded once, at the end.
         torch.testing.assert_close(ours.float(), own, rtol=2**-8, atol=1e-6)

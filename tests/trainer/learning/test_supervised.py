@@ -30,7 +30,7 @@ def learner_of(tokenizer: Path, *, double: bool = True, **sections: Any) -> Lear
 
 
 def given(rows: list[Row]) -> list[Row]:
-    """The same as demonstrations."""
+    """Return the same rows as demonstrations."""
     return [
         replace(
             row,
@@ -46,7 +46,7 @@ def given(rows: list[Row]) -> list[Row]:
 
 
 def gradient(learner: Learner, rows: list[Row], cuts: list[int]) -> torch.Tensor:
-    """The gradient of a step in micro-batches that begin at `cuts`."""
+    """Return the gradient of a step in micro-batches that begin at `cuts`."""
     learner.discard()
     for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         learner.accumulate(rows[start:stop])

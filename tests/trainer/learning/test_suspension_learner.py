@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rae": {"algorithm": {"advantage": "rae"}},
     "kl_and_entropy": {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}},
     "adapter": {},
-    # What may be packed must not depend on the weights that it is tried out with.
+    # The trial of packing must not depend on the weights.
     "adapter_in_half_precision": {},
     "adapter_with_critic": {"algorithm": {"advantage": "gae"}},
     "updates": {
@@ -66,7 +66,7 @@ def make(spec: JobSpec) -> Learner:
 
 
 def steps(rows: list[Row]) -> list[list[list[Row]]]:
-    """Two steps of three micro-batches; their borders run through groups."""
+    """Return two steps of three micro-batches, which split groups."""
     half = len(rows) // 2
     return [[some[0::3], some[1::3], some[2::3]] for some in (rows[:half], rows[half:])]
 
@@ -77,7 +77,7 @@ def bits(learner: Learner) -> dict[str, bytes]:
 
 
 def moved(learner: Learner, spec: JobSpec, pool: ParameterPool) -> Learner:
-    """The learner as it comes out of another process: through bytes and JSON."""
+    """Return the learner after a way through another process: bytes and JSON."""
     tensors, values = learner.suspended()
     stored = {name: t.detach().clone() for name, t in tensors.items()}
     document = json.dumps(values)
@@ -126,7 +126,7 @@ def test_a_suspended_learner_holds_no_memory_and_can_come_back(tokenizer: Path) 
     places = {t.data_ptr() for t in left}
     pool.give_back(left)
     learner.adopt(pool.copy_to_device(stored), values)
-    # In the memory that it left.
+    # In the memory that it had left.
     assert {p.data_ptr() for p in learner.model.parameters()} <= places
     assert bits(learner) == before
 

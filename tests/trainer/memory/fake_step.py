@@ -43,7 +43,7 @@ aten = torch.ops.aten
 # Elements above which a tensor on the host is fake, too: moments and copies of gradients.
 LARGE = 1 << 18
 UPDATE = "update"
-# Bytes of which the GPU's allocator gives multiples.
+# The GPU's allocator returns multiples of this number of bytes.
 ROUNDED = 512
 
 
@@ -56,12 +56,12 @@ class FakeCuda(TorchDispatchMode):
         self.live: dict[str, int] = {"cuda": 0, "cpu": 0}
         self.peak: dict[str, int] = {"cuda": 0, "cpu": 0}
         self._known: dict[int, tuple[int, str, str]] = {}
-        # By what was done and the function that did it: how often.
+        # Number of operations, by operation and calling function.
         self.on_host: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
-        # By the function that did it: bytes that casts read.
+        # Bytes that casts read, by calling function.
         self.casts: Counter[str] = Counter()
-        # What is being computed: a "forward" or "backward" pass, else "update".
+        # The present phase: a "forward" or "backward" pass, else "update".
         self.phase = UPDATE
         self.phases: dict[str, int] = {}
         self.largest: dict[str, int] = {}
@@ -105,7 +105,7 @@ class FakeCuda(TorchDispatchMode):
             func = aten.index_put_.default
         with self.fake:
             if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
-                # CUDA's kernel takes it; the shapes are only known of bfloat16.
+                # CUDA's kernel accepts it; shapes are only known for bfloat16.
                 half = func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs)
                 out = torch.empty_like(half, dtype=torch.float32)
             else:
@@ -116,7 +116,7 @@ class FakeCuda(TorchDispatchMode):
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of an operator on the host's tensors; None: it is too large to be real."""
+        """Return the result of an operator on the host's tensors; None if it is too large."""
         size = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else ()
         if len(size) and all(isinstance(n, int) for n in size):
             count = 1
@@ -169,7 +169,7 @@ class FakeCuda(TorchDispatchMode):
         super().__exit__(*raised)
 
     def restart(self) -> None:
-        """Count peaks and what was done from here."""
+        """Reset peaks and counts."""
         self.peak = dict(self.live)
         self.phases.clear()
         self.on_host.clear()
@@ -178,7 +178,7 @@ class FakeCuda(TorchDispatchMode):
 
 
 def _place() -> str:
-    """The function of the product that is running."""
+    """Return the product's function that is running."""
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
@@ -221,7 +221,7 @@ def pretending(mode: FakeCuda) -> Iterator[None]:
 
         return compute
 
-    # In torch's CPU build this operator has no kernel for "cuda", and would fall into its parts.
+    # In torch's CPU build this operator has no kernel for "cuda" and would be decomposed.
     library = torch.library.Library("aten", "IMPL")
     library.impl("silu_backward", torch.library.fallthrough_kernel, "AutogradCUDA")
     answers = {
@@ -239,7 +239,7 @@ def pretending(mode: FakeCuda) -> Iterator[None]:
         (linear_loss, "serves"): lambda *_: True,
         (linear_loss, "score_rows"): lambda *_: None,
         (linear_loss, "slope_rows"): lambda *_: None,
-        # As CUDA's kernel, they make nothing besides the sum.
+        # Like CUDA's kernel, they allocate only the sum.
         (linear_loss, "add_product"): lambda total, left, right: total.add_(0.0),
         (half, "add_product"): lambda total, left, right: total.add_(0.0),
         (passes.Passes, "_loss"): noted("forward", loss),
@@ -290,7 +290,7 @@ def step(values: dict[str, Any], *, explains: str = "") -> dict[str, Any]:
 
 
 def main() -> None:
-    """The step of a case."""
+    """Measure the step of a case."""
     values = json.loads(Path(sys.argv[1]).read_text())
     print(json.dumps(step(values, explains=sys.argv[2] if len(sys.argv) > 2 else "")))
 

@@ -20,7 +20,7 @@ from troupe.job.sizing import read_shape, setup_of
 from troupe.scheduling.memory import RankMemory, rank_memory
 from troupe.twin.costs import model_config
 
-# Of all tensors, and of those that are there only while a pass or an update is computed.
+# Tolerances: of all tensors, and of those of a pass or an update.
 ERROR = 0.1
 # Tokens of a pass, the default of a device of 80 GB, in rows of this length.
 TOKENS, LENGTH = 16_384, 2048
@@ -33,7 +33,7 @@ ON_HOST = {
     "services/trainer/learning/sequences/packing.py:cumulative",
     "troupe/algorithms/expert_load.py:__init__",
 }
-# Where the host waits for the device: once per pass, or once per step.
+# Places where the host waits for the device: once per pass, or once per step.
 WAITS = {
     "services/trainer/learning/learner.py:apply",
     "services/trainer/learning/optimizer.py:finish",
@@ -47,7 +47,7 @@ WAITS = {
 
 
 def values(model: str, layers: int = 0, **changes: Any) -> dict[str, Any]:
-    """A job that trains `model`, with fewer `layers` if they are given."""
+    """Return a job that trains `model`, with fewer `layers` if they are given."""
     config = model_config(model) | ({"num_hidden_layers": layers} if layers else {})
     source = {"config": config, "tokenizer": "/nowhere", "dtype": "bfloat16"}
     trainer = {"forward_tokens": TOKENS, **changes.pop("trainer", CHECKPOINTED)}
@@ -63,7 +63,7 @@ def predicted(job: dict[str, Any]) -> RankMemory:
 
 @pytest.fixture(scope="session")
 def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that stands in for CUDA's device guard."""
+    """Return the library that stands in for CUDA's device guard."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: benchmarks.gpu measures it")
     compiler = shutil.which("g++")
@@ -81,7 +81,7 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step(job: dict[str, Any], library: Path, directory: Path) -> dict[str, Any]:
-    """What a step of the job needs (`fake_step.step`), in a separate process."""
+    """Return the needs of a step of the job (`fake_step.step`), from a separate process."""
     path = directory / "case.json"
     path.write_text(json.dumps(job))
     command = [sys.executable, "-m", "tests.trainer.memory.fake_step", str(path)]
@@ -93,7 +93,7 @@ def step(job: dict[str, Any], library: Path, directory: Path) -> dict[str, Any]:
 
 
 def check(name: str, job: dict[str, Any], library: Path, directory: Path) -> dict[str, Any]:
-    """Run a step, and compare its devices and bytes with what they must be."""
+    """Run a step, and check its devices and bytes."""
     found, model = step(job, library, directory), predicted(job)
     tensors = model.total - model.overhead
     whole = tensors / found["cuda"] - 1
@@ -136,7 +136,7 @@ def test_weights_are_cast_once_per_update(fake_cuda: Path, tmp_path: Path) -> No
 def test_a_step_of_a_whole_model_needs_the_predicted_memory(
     model: str, trainer: dict[str, Any], fake_cuda: Path, tmp_path: Path
 ) -> None:
-    """All layers, as if one device had room for them."""
+    """All layers, although no device has room for them."""
     check(model, values(model, trainer=trainer), fake_cuda, tmp_path)
 
 
@@ -144,7 +144,7 @@ VARIANTS = {
     "lora": values("Qwen3-4B", 4, lora={"rank": 8}),
     "lora-kept": values("Qwen3-4B", 4, trainer=KEPT, lora={"rank": 8}),
     "offload": values("Qwen3-4B", 4, trainer=CHECKPOINTED | {"offload": "optimizer"}),
-    # No room for copies of its weights: they are made for each use.
+    # There is no room for copies of its weights, which are made for each use.
     "half": values("Qwen3-4B", trainer=HALF),
     "half-checkpointed": values("Qwen3-4B", 4, trainer={"activation_checkpointing": 2}),
     "coupled-tokens": values("Qwen3-4B", 4, algorithm={"loss": "gspo"}),
@@ -161,7 +161,7 @@ def test_every_way_to_train_on_a_gpu_needs_the_predicted_memory(
 ) -> None:
     """Adapters, moments in host memory, losses over sequences, auxiliary losses of routers."""
     found = check(name, VARIANTS[name], fake_cuda, tmp_path)
-    if name == "offload":  # both moments, and the gradients that a larger pass would be taken from
+    if name == "offload":  # both moments, and a copy of the gradients
         assert found["cpu"] >= 2 * predicted(values("Qwen3-4B", 4)).weights
 
 

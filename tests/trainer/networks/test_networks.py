@@ -35,7 +35,7 @@ QMIX: dict[str, Any] = {"paradigm": "qmix", "lr": 0.01, "batch": 4, "updates": 2
 
 
 def spec_of(learning: dict[str, Any] = MAPPO, **pipeline: Any) -> JobSpec:
-    """A team on the two-step game: one fragment of 8 episodes per query."""
+    """Return a job of a team on the two-step game: one fragment of 8 episodes per query."""
     return JobSpec.model_validate(
         {
             "name": "test",
@@ -84,14 +84,14 @@ async def open_step(stage: TrainingStage, step: int = 0) -> None:
 async def train(
     stage: TrainingStage, trainer: Trainer, spec: JobSpec, ref: common_pb.WeightsRef, step: int
 ) -> store_pb.StepCommit:
-    """One step from `ref`."""
+    """Train one step from `ref`."""
     await open_step(stage, step)
     await play(stage, spec, ref, step)
     return await trainer.run(step, ref.version)
 
 
 async def steps(stage: TrainingStage, spec: JobSpec, count: int) -> list[str]:
-    """Checksums of the versions of an undisturbed run in a separate job."""
+    """Return the checksums of the versions of an undisturbed run in a separate job."""
     quiet, trainer = await stage.sibling()
     refs = [await trainer.bind(spec)]
     for step in range(count):
@@ -115,7 +115,7 @@ async def test_a_step_updates_on_all_of_its_fragments(
     assert any(not torch.equal(before[name], after[name]) for name in before)
     audit = await stage.store.AuditTables(store_pb.AuditTablesRequest(job_id=stage.job_id))
     assert not audit.violations
-    # Engines play with it, and people load it.
+    # Engines play with it, and users load it.
     rows(stage, spec, commit.weights, 1)
     path = await trainer.checkpoint(1)
     described = json.loads((path / "config.json").read_text())
@@ -173,7 +173,7 @@ async def test_a_replay_buffer_remembers_committed_steps_only(stage: TrainingSta
     trainer = await stage.trainer()
     ref = await trainer.bind(spec)
     ref = (await train(stage, trainer, spec, ref, 0)).weights
-    # A step is computed, and then given up: the update was made, its commit was not.
+    # A step is computed and then given up: the update was made, but not committed.
     learner = trainer.worker.bindings.find((stage.job_id, "solver")).learner
     played = rows(stage, spec, ref, 1)
     claimed = [store_pb.ClaimedSample(sample=one) for some in played.values() for one in some]
@@ -208,7 +208,7 @@ async def test_an_update_that_breaks_is_skipped_and_leaves_no_trace(
     await open_step(stage, 1)
     await play(stage, spec, ref, 1)
     after = await trainer.run(1, 0)
-    # As if it had never been: fragments of the second step are the first of this job.
+    # It leaves no trace: fragments of the second step are the first of this job.
     quiet, other = await stage.sibling()
     first = await other.bind(spec)
     await open_step(quiet)

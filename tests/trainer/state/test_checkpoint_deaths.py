@@ -1,4 +1,4 @@
-"""Checkpoints by processes that are killed at any point, and by several at once."""
+"""Checkpoints of processes that are killed at any point, and of several at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from troupe.checkpoints.verifying import Lineage
 from troupe.rpc import ResourceExhausted
 from troupe.transfer import checksum_of
 
-# What an audit hook hears of files that change or are opened.
+# Audit events of files that change or are opened.
 _EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
@@ -36,7 +36,7 @@ def dies(work: Callable[[], object], below: Path, after: int) -> bool:
         left = [after]
 
         def touched(event: str, arguments: tuple[Any, ...]) -> None:
-            # Who deletes a tree names what is in it relative to the directory.
+            # A process that deletes a tree names its contents relative to the directory.
             named = event != "open" or str(arguments[0]).startswith(str(below))
             if event in _EVENTS and named:
                 left[0] -= 1
@@ -55,7 +55,7 @@ def dies(work: Callable[[], object], below: Path, after: int) -> bool:
 
 
 def hidden(directory: Path) -> list[str]:
-    """What is no version."""
+    """Return the entries that are not versions."""
     return [path.name for path in directory.iterdir() if not path.name.startswith("v")]
 
 
@@ -78,7 +78,7 @@ def test_a_death_at_any_point_leaves_whole_checkpoints(tmp_path: Path, tokenizer
         directory = save(1).parent
         save(2)
         died = dies(lambda: save(3), root, points)
-        # The last good one is there, and nothing that is named as a checkpoint is half of one.
+        # The last good one is there, and no half checkpoint has the name of one.
         there = versions_in(directory)
         assert there[-1][0] in (2, 3)
         for version, path in there:
@@ -87,7 +87,7 @@ def test_a_death_at_any_point_leaves_whole_checkpoints(tmp_path: Path, tokenizer
             assert found.version == version
             assert checksum_of(load_file(path / "model.safetensors")) == checksum_of(weights)
             assert (path / "tokenizer.json").read_bytes() == whole
-        # The next one leaves nothing of it.
+        # The next one removes the remains.
         save(4)
         assert [version for version, _ in versions_in(directory)][-1] == 4
         assert len(versions_in(directory)) == 2
@@ -125,7 +125,7 @@ def test_a_death_at_any_point_leaves_whole_states(tmp_path: Path) -> None:
 
 
 def test_two_writers_of_one_base_leave_it_whole(tmp_path: Path) -> None:
-    """Policies on two workers write the base that they share at the same time."""
+    """Policies on two workers write their common base at the same time."""
     place = tmp_path / ".base" / "00ff"
     together = threading.Barrier(2)
     failed: list[BaseException] = []

@@ -49,7 +49,7 @@ async def step(job: TrainingStage, trainer: Trainer, number: int) -> store_pb.St
 
 
 async def undisturbed(stage: TrainingStage, spec: JobSpec, steps: int = STEPS) -> list[str]:
-    """Checksums of the versions of the same job with each state written before its commit."""
+    """Return the checksums of the same job's versions with each state written before its commit."""
     quiet, trainer = await stage.sibling()
     found = [(await trainer.bind(spec)).checksum]
     found += [(await step(quiet, trainer, n)).weights.checksum for n in range(steps)]
@@ -67,7 +67,7 @@ async def described(stage: TrainingStage) -> store_pb.DescribeKeptRowsResponse:
 
 
 async def newest(stage: TrainingStage, first: str) -> common_pb.WeightsRef:
-    """The committed version, as the store has it."""
+    """Return the committed version from the store."""
     found = common_pb.WeightsRef(version=0, checksum=first)
     for number in range(STEPS):
         status = await stage.store.GetStep(
@@ -91,7 +91,7 @@ async def settle(trainer: Trainer, stage: TrainingStage) -> Durability:
 async def go_on(
     stage: TrainingStage, trainer: Trainer, spec: JobSpec, known: common_pb.WeightsRef
 ) -> list[store_pb.StepCommit]:
-    """Bind the committed version and make the other steps."""
+    """Bind the committed version and make the remaining steps."""
     bound = await trainer.bind(spec, version=known.version, checksum=known.checksum)
     assert bound.checksum == known.checksum
     return [await step(stage, trainer, number) for number in range(known.version, STEPS)]
@@ -99,7 +99,7 @@ async def go_on(
 
 @pytest.fixture(scope="module")
 def quiet() -> list[str]:
-    """Checksums of `undisturbed`, once it has run."""
+    """Return the checksums of `undisturbed`."""
     return []
 
 
@@ -158,7 +158,7 @@ async def test_states_are_written_every_few_steps_and_rows_go_with_them(
     await trainer.checkpoint(4)
     assert versions_on_disk(stage) == [0, 3, 4]
     assert not (await described(stage)).versions
-    # And so does a policy that leaves.
+    # So does a policy that leaves.
     await step(stage, trainer, 4)
     await trainer.release()
     assert 5 in versions_on_disk(stage)
@@ -180,7 +180,7 @@ async def test_a_suspended_policy_goes_on_elsewhere_and_a_lost_one_is_computed_a
     commit = await step(stage, other, 2)
     assert commit.weights.checksum == quiet[3]
     assert commit.metrics["train/state_steps_behind"] == 3
-    # The first worker binds what only the other one's memory holds: nobody wrote it.
+    # The first worker binds a version that is only in the other one's memory.
     bound = await one.bind(spec, version=3, checksum=quiet[3])
     assert bound.checksum == quiet[3]
     commit = await step(stage, one, 3)
@@ -209,7 +209,7 @@ async def test_steps_before_a_resume_are_computed_again_at_their_own_rate(
     one = await stage.trainer(gang_ranks=gang)
     await one.bind_again(job(rates, 20))
     commits = [await step(stage, one, number) for number in range(3)]
-    # The worker is lost: nobody wrote the state, and the job is resumed with other settings.
+    # The worker is lost before it wrote the state, and the job is resumed with other settings.
     other, last = await stage.trainer(gang_ranks=gang), commits[-1].weights
     again = await other.bind_again(job(changed, 60), version=3, checksum=last.checksum)
     assert again.checksum == last.checksum
@@ -223,7 +223,7 @@ async def test_steps_before_a_resume_are_computed_again_at_their_own_rate(
 async def test_a_policy_begins_with_weights_and_optimizer_from_other_devices(
     stage: TrainingStage, before: int, after: int
 ) -> None:
-    """What one device has learned begins a policy of a gang, and the other way round."""
+    """A policy of a gang begins with the state of one device, and vice versa."""
 
     def job(gang: int, **changes: Any) -> JobSpec:
         found = spec_of(stage, None, pipeline={"deterministic": False}).model_dump(
@@ -335,7 +335,7 @@ async def test_a_disk_that_fills_while_a_state_is_written_loses_nothing(
     durability = await settle(trainer, stage)
     assert isinstance(durability.failure, ResourceExhausted)
     assert [one.commit.weights.version for one in (await described(stage)).versions] == [1, 2]
-    # The next step writes before its commit, and so says what is wrong; the job pauses for that.
+    # The next step writes before its commit, and raises the error, for which the job pauses.
     await stage.open(2, version=2)
     await stage.play(stage.first_model(spec), step=2, version=2)
     with pytest.raises(ResourceExhausted) as caught:
@@ -357,7 +357,7 @@ async def test_half_written_states_are_ignored_and_swept(stage: TrainingStage) -
     await one.bind(spec)
     for number in range(2):
         await step(stage, one, number)
-    # What a killed writer leaves: some files, one of them cut off, under a name of no state.
+    # A killed writer leaves some files, one of them incomplete, under a temporary name.
     shutil.copytree(stage.root / "runs", stage.root / "copy")
     states = stage.root / "copy" / stage.job_id / "state/solver"
     whole = next(states.glob("v0-*"))
@@ -403,7 +403,7 @@ async def test_weights_that_differ_from_the_committed_ones_are_refused(
     assert (bound.version, bound.checksum) == (2, committed.checksum)
     monkeypatch.undo()
     stage.weights(bound)
-    # Steps go on from what was computed; its state is that of version 2 from now on.
+    # Steps continue from the recomputed state, which is version 2's state from now on.
     assert (await step(stage, other, 2)).weights.version == 3
     await one.release()
     stage.transfer.delete(committed.key)
@@ -456,7 +456,7 @@ async def test_the_next_step_writes_and_the_policy_can_leave_whatever_ended_the_
 async def test_a_state_is_written_at_once_when_memory_has_become_short(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five policies may count the same free memory, and pinned memory has limits of its own."""
+    """Five policies may count the same free memory, and pinned memory has its own limits."""
     copy, most = HostCopy(torch.device("cpu")), torch.zeros(()).expand(1 << 60)
     assert not copy.reserve({"a": torch.ones(2), "b": most})
     assert copy.take({"b": most}) is None
