@@ -58,6 +58,29 @@ def test_gspo_by_hand() -> None:
     torch.testing.assert_close(grad, _f64(-1.0, -1.0, 0.0))
 
 
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+def test_a_dual_clip_bounds_what_a_bad_token_costs_and_ends_its_gradient(loss: Loss) -> None:
+    """max(min(rho A, clip(rho) A), 3 A) for A < 0, one token per sample."""
+    ratios, advantages = _f64(5.0, 2.0, 0.5, 5.0, 5.0), _f64(-1.0, -1.0, -1.0, 1.0, 0.0)
+    logprobs = torch.log(ratios).requires_grad_()
+    given: dict[str, Any] = {"loss": loss, "sequences": torch.arange(5), **CLIP}
+    behaviour, weights = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    for dual, objective, slopes in (
+        (3.0, [-3.0, -2.0, -0.8, 1.2, 0.0], [0.0, -2.0, 0.0, 0.0, 0.0]),
+        (None, [-5.0, -2.0, -0.8, 1.2, 0.0], [-5.0, -2.0, 0.0, 0.0, 0.0]),
+    ):
+        total = grpo_loss_sum(logprobs, behaviour, advantages, weights, dual_clip=dual, **given)
+        assert total.item() == pytest.approx(-sum(objective))
+        (found,) = torch.autograd.grad(-total, logprobs)
+        torch.testing.assert_close(found, _f64(*slopes))
+        statistics = TokenStatistics()
+        statistics.add(
+            total, logprobs, behaviour, advantages, torch.zeros(5), dual_clip=dual, **given
+        )
+        clipped = 3 if dual else 2
+        assert statistics.metrics()["clip_fraction"] == pytest.approx(clipped / 5)
+
+
 def test_cispo_by_hand() -> None:
     lp = _f64(-1.0, -1.0, -1.0).requires_grad_()
     mu = lp.detach() - _f64(0.1, 1.0, 9.0).log()

@@ -13,7 +13,12 @@ from examples.preferences.pairs import Pairs
 from examples.supervised.rows import Rows
 from tests.workflow.stage import CHATML, END, THINKING, TOOLED, make_beginning_chat, make_chat
 from troupe.client.cli.specification import read_data, try_imports
-from troupe.data.demonstrations import Demonstration, demonstrations_of, preferences_of
+from troupe.data.demonstrations import (
+    Demonstration,
+    demonstrations_of,
+    joint_preferences_of,
+    preferences_of,
+)
 from troupe.job import JobSpecError, TasksSpec, load_job
 from troupe.workflow import Role, Sampling, WorkflowError
 from troupe.workflow.messages import parser_of
@@ -451,3 +456,40 @@ def test_the_pairs_of_the_example_can_be_learned() -> None:
         assert good.agent == bad.agent == ("solver", "checker")[index % 2]
         assert good.prompt_ids == bad.prompt_ids
         assert good.response_ids != bad.response_ids
+
+
+PAIR = {"prompt": "3+4", "chosen": "7", "rejected": "8"}
+
+
+def test_a_joint_pair_has_the_replies_of_all_agents_as_turns_of_one_row() -> None:
+    who = {name: replace(role, policy="shared") for name, role in roles("a", "b").items()}
+    other = {"prompt": "check it", "chosen": "right", "rejected": "wrong"}
+    found = joint_preferences_of({"agents": {"a": PAIR, "b": other}}, who)
+    assert [(one.agent, one.turn, one.chosen) for one in found] == [
+        ("a", 0, True),
+        ("a", 1, False),
+        ("b", 2, True),
+        ("b", 3, False),
+    ]
+    assert [one.response_ids for one in found[2:]] == [
+        one.response_ids for one in preferences_of({**other, "agent": "b"}, who)
+    ]
+    # Without one agent's replies there is no joint reply.
+    longest = max(len(one.prompt_ids) for one in found[:2]) + 1
+    assert joint_preferences_of({"agents": {"a": PAIR, "b": other}}, who, max_tokens=longest) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (PAIR, "it has no `agents`"),
+        ({"agents": {"a": "7"}}, "`agents.a` is '7', not a pair"),
+        ({"agents": {"a": {"prompt": "x", "chosen": "y"}}}, "it has the fields"),
+        ({"agents": {"a": PAIR, "b": PAIR}}, "its agents have the policies"),
+    ],
+)
+def test_rows_that_are_no_joint_pair_say_why(row: dict[str, Any], message: str) -> None:
+    who = {name: replace(role, policy=f"policy-{name}") for name, role in roles("a", "b").items()}
+    with pytest.raises(WorkflowError, match=message) as caught:
+        joint_preferences_of(row, who)
+    assert caught.value.kind == "bad_preference"

@@ -84,6 +84,7 @@ def grpo_loss_sum(
     sequences: torch.Tensor | None = None,
     correction: str | CorrectionFunction | None = None,
     correction_cap: float = 2.0,
+    dual_clip: float | None = None,
     old_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
@@ -120,6 +121,7 @@ def grpo_loss_sum(
         clip_low=clip_low,
         clip_high=clip_high,
         correction_cap=correction_cap,
+        dual_clip=dual_clip,
     )
     factors = None if correction is None else correction(given)
     kept = kept_by(correction, factors, logprobs) & (weights != 0)

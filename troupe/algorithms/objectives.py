@@ -4,7 +4,9 @@ Symbols: pi the policy being trained, mu the one that drew the tokens, rho_t = p
 A_t advantage, l and h the lower and upper clip range (`clip_low`, `clip_high`).
 
 ppo_clip: Schulman et al. 2017 (PPO), equation 7; h > l is DAPO's clip-higher (Yu et al. 2025,
-    section 3.1).
+    section 3.1). With d > 1 (`dual_clip`) the objective of a token with A_t < 0 is at least d A_t:
+    dual-clip PPO, Ye et al. 2020 ("Mastering complex control in MOBA games"), equation 5; so for
+    `gspo`.
 gspo: the same with the sequence's s(y) = prod_t rho_t^(1/|y|) for rho_t. Zheng et al. 2025 (GSPO),
     equations 5 to 7.
 cispo: -min(rho_t, 1 + h) A_t log pi(a_t), the weight without gradient. MiniMax 2025 (MiniMax-M1),
@@ -57,6 +59,7 @@ class Tokens:
     clip_low: float = 0.2
     clip_high: float = 0.2
     correction_cap: float = 2.0
+    dual_clip: float | None = None
 
     @property
     def samples(self) -> torch.Tensor:
@@ -104,20 +107,35 @@ def sequence_level_ratio(
 
 
 def clipped_loss(
-    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> torch.Tensor:
-    """Return PPO's loss -min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t) per token [T] (eq.
-    7)."""
+    """Return PPO's loss -min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t) per token [T] (eq. 7).
+
+    With `dual_clip` d the loss of a token with A_t < 0 is at most -d A_t.
+    """
     clipped = torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
 def is_clipped(
-    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> torch.Tensor:
     """Return the mask of the tokens whose gradient the clip removes, bool [T]."""
     above = (advantages > 0) & (ratio > 1.0 + clip_high)
     below = (advantages < 0) & (ratio < 1.0 - clip_low)
+    if dual_clip is not None:
+        below = below | ((advantages < 0) & (ratio > dual_clip))
     return above | below
 
 
@@ -173,12 +191,12 @@ def divergence_masked_loss(
 def ppo_clip(tokens: Tokens) -> torch.Tensor:
     """Return the loss `ppo_clip`."""
     ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs)
-    return clipped_loss(ratio, tokens.advantages, tokens.clip_low, tokens.clip_high)
+    return clipped_loss(ratio, tokens.advantages, *_clips(tokens))
 
 
 def gspo(tokens: Tokens) -> torch.Tensor:
     """Return the loss `gspo`."""
-    return clipped_loss(_gspo_ratio(tokens), tokens.advantages, tokens.clip_low, tokens.clip_high)
+    return clipped_loss(_gspo_ratio(tokens), tokens.advantages, *_clips(tokens))
 
 
 def cispo(tokens: Tokens) -> torch.Tensor:
@@ -199,6 +217,10 @@ LOSSES: Final[Mapping[str, LossFunction]] = {
 }
 
 
+def _clips(tokens: Tokens) -> tuple[float, float, float | None]:
+    return tokens.clip_low, tokens.clip_high, tokens.dual_clip
+
+
 def _gspo_ratio(tokens: Tokens) -> torch.Tensor:
     of_ratio = tokens.logprobs, tokens.old_logprobs
     return sequence_level_ratio(*of_ratio, tokens.samples, tokens.kept)
@@ -207,14 +229,14 @@ def _gspo_ratio(tokens: Tokens) -> torch.Tensor:
 def removed_by(loss: LossFunction, tokens: Tokens) -> torch.Tensor:
     """Return the mask of the tokens that the loss clips or masks, or (`cispo`) whose weight it
     caps, bool [T]; none for a user's own loss, where this is unknown."""
-    clips = tokens.clip_low, tokens.clip_high
     if loss is dppo_mask:
+        clips = tokens.clip_low, tokens.clip_high
         return is_outside(tokens.logprobs, tokens.old_logprobs, tokens.advantages, *clips)
     if loss is gspo:
-        return is_clipped(_gspo_ratio(tokens), tokens.advantages, *clips)
+        return is_clipped(_gspo_ratio(tokens), tokens.advantages, *_clips(tokens))
     ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs)
     if loss is cispo:
         return ratio > 1.0 + tokens.clip_high
     if loss is ppo_clip:
-        return is_clipped(ratio, tokens.advantages, *clips)
+        return is_clipped(ratio, tokens.advantages, *_clips(tokens))
     return torch.zeros_like(ratio, dtype=torch.bool)

@@ -78,6 +78,7 @@ class TokenStatistics:
         sequences: torch.Tensor | None = None,
         correction: str | CorrectionFunction | None = None,
         correction_cap: float = 2.0,
+        dual_clip: float | None = None,
         old_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
         teacher_divergence: torch.Tensor | None = None,
@@ -125,6 +126,7 @@ class TokenStatistics:
             clip_low=clip_low,
             clip_high=clip_high,
             correction_cap=correction_cap,
+            dual_clip=dual_clip,
         )
         factors = None if correction is None else correction(given)
         # A correction replaces PPO's clip, unless the clip is relative to recomputed log-probs.

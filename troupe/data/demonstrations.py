@@ -7,7 +7,8 @@ conversation, which begins with the prompt. The chat template shows `tools` (JSO
 names the agent that learns the row.
 
 A preference is a row with two of these: `prompt`, `chosen` and `rejected`; or `chosen` and
-`rejected`, conversations whose last messages are compared.
+`rejected`, conversations whose last messages are compared. A joint preference is a row with such
+fields for each agent of a team, `agents: {name: {...}}`: what the team said is compared.
 
 A response is the text that the agent's policy should generate after the prompt: the chat template's
 rendering of the message up to the end of the turn, and the end-of-sequence token.
@@ -21,10 +22,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Final, Literal
 
-from troupe.job.sections.run import (
-    OfflineSpec,
-    SupervisedSpec,
-)
+from troupe.job.sections.run import OfflineSpec, PreferencesSpec, SupervisedSpec
 from troupe.model_output import read_json
 from troupe.outcomes import utf8_text
 from troupe.workflow.conversation import ChatTokenizer
@@ -70,6 +68,13 @@ def renderer_of(
     """Return the renderer of a job's rows. `roles`: the learning agents by name. `positions`: of
     their models, 0 if unknown."""
     bounds = [one for one in (spec.max_tokens, *positions) if one]
+    if isinstance(spec, PreferencesSpec) and spec.joint:
+        return partial(
+            joint_preferences_of,
+            roles=roles,
+            template=spec.template,
+            max_tokens=min(bounds, default=0),
+        )
     render = preferences_of
     if isinstance(spec, SupervisedSpec):
         render = partial(demonstrations_of, turns=spec.turns)
@@ -168,6 +173,41 @@ def preferences_of(
             raise _bad_pair("its sides differ before the first message of the assistant")
         begin, chosen = len(found), side == "chosen"
         found += [replace(one, turn=begin + n, chosen=chosen) for n, one in enumerate(replies)]
+    return found
+
+
+def joint_preferences_of(
+    row: Mapping[str, Any],
+    roles: Mapping[str, Role],
+    *,
+    template: bool = True,
+    max_tokens: int = 0,
+) -> list[Demonstration]:
+    """Return the replies of a joint pair, agent after agent, preferred ones first; none if a side's
+    prompt of an agent alone reaches `max_tokens`.
+
+    Arguments and errors are as in `preferences_of`.
+    """
+    given = row.get("agents")
+    if not isinstance(given, Mapping) or not given:
+        raise _bad_pair(f"it has no `agents`, only {', '.join(map(str, row)) or '(nothing)'}")
+    found: list[Demonstration] = []
+    for name, one in given.items():
+        if not isinstance(one, Mapping):
+            raise _bad_pair(f"`agents.{name}` is {shown(one)}, not a pair")
+        replies = preferences_of(
+            {**one, "agent": name}, roles, template=template, max_tokens=max_tokens
+        )
+        if not replies:
+            return []
+        begin = len(found)
+        found += [replace(reply, turn=begin + reply.turn) for reply in replies]
+    policies = sorted({roles[one.agent].policy for one in found})
+    if len(policies) > 1:
+        raise _bad_pair(
+            f"its agents have the policies {', '.join(policies)}, and a joint pair is learned by "
+            "one trainer"
+        )
     return found
 
 

@@ -294,11 +294,18 @@ class JobSpec(JobFields):
                 "`sync` (or `serial`, `async`)"
             )
         replaced = self.correction != "none" and self.algorithm.loss == "ppo_clip"
-        if self.algorithm.updates > 1 and replaced and self.algorithm.old_logprobs == "behaviour":
+        behaviour = self.algorithm.old_logprobs == "behaviour"
+        if self.algorithm.updates > 1 and replaced and behaviour:
             raise ValueError(
                 f"algorithm.old_logprobs: with correction `{self.correction}` loss `ppo_clip` is "
                 "not clipped against `behaviour`, and nothing keeps several updates near the "
                 "weights that the step began with; choose `recomputed`"
+            )
+        if self.algorithm.dual_clip is not None and replaced and behaviour:
+            raise ValueError(
+                f"algorithm.dual_clip: correction `{self.correction}` replaces the clip of loss "
+                "`ppo_clip`; remove it, or choose old_logprobs `recomputed`, correction `none` or "
+                "loss `gspo`"
             )
         compiled = [n for n, p in self.policies.items() if p.trainer.compile == "on"]
         if pipeline.deterministic and compiled:
@@ -476,6 +483,13 @@ class JobSpec(JobFields):
                 f"{section}.steps: {spec.steps} are more than pipeline.steps, which counts them"
             )
         trained = [n for n, a in self.agents.items() if self.policies[a.policy].trainable]
+        played = [self.agents[name].policy for name in trained]
+        joint = self.preferences is not None and self.preferences.joint
+        if joint and len(played) == len(set(played)):
+            raise ValueError(
+                "preferences.joint: no trained policy has two agents, and one trainer compares "
+                "what the agents of a joint pair said; let agents share a policy, or remove it"
+            )
         if spec.agent is not None and spec.agent not in trained:
             raise ValueError(
                 f"{section}.agent: '{spec.agent}' is not an agent of a trained policy; known: "

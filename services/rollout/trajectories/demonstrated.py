@@ -53,8 +53,7 @@ class DemonstratedTrajectory(RunningTrajectory):
             trajectory_id=ticket.trajectory_id,
             agent=one.agent,
             turn=one.turn,
-            # Alone in its group, since nothing is compared; for a pair, both sides share a group.
-            group_id=f"{ticket.query_id}/{one.agent}/" + (f"{one.turn}" if alone else "pair"),
+            group_id=self._group_of(one),
             prompt_ids=ids_to_proto(np.array(one.prompt_ids, np.int32)),
             response_ids=ids_to_proto(np.array(one.response_ids, np.int32)),
             logprobs=to_proto(np.zeros(len(one.response_ids), np.float32)),
@@ -64,3 +63,11 @@ class DemonstratedTrajectory(RunningTrajectory):
             demonstration=True,
             preference=not alone,
         )
+
+    def _group_of(self, one: Demonstration) -> str:
+        """Return the id of a reply's group: alone, since nothing is compared; of a pair both sides;
+        of a joint pair both sides of all agents."""
+        pairs, query = self._job.spec.preferences, self._ticket.query_id
+        if pairs is not None and pairs.joint:
+            return f"{query}/*/pair"
+        return f"{query}/{one.agent}/" + (f"{one.turn}" if one.chosen is None else "pair")

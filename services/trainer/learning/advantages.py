@@ -55,8 +55,10 @@ class AdvantageEstimator:
         self.needs_whole_step = bool(getattr(function, "whole_step", False))
         self._by_trajectory = algorithm.baseline_weight == "trajectory"
         self._of_groups = bool(getattr(function, "whole_group", False))
+        # Whether the rewards of a group are computed from its rows.
+        self._recounts = self._by_trajectory or (function is not None and algorithm.kl_penalty > 0)
         # Whether `estimate` must be given whole groups.
-        self.needs_whole_groups = self._of_groups or self._by_trajectory
+        self.needs_whole_groups = self._of_groups or self._recounts
         # `rae`: the baseline b_k by agent; zero at first, as in SPIRAL.
         self._baselines: dict[str, float] = {}
         # `rae`: rewards of the present step, by agent.
@@ -95,15 +97,15 @@ class AdvantageEstimator:
         prompts = [row.prompt_digest for row in rows]
         step_groups = self._algorithm.step_groups or StepGroupsSpec()
         column = step_groups.observation
-        own = None
-        if self._by_trajectory:
-            groups: Pools = {}
+        own, groups = None, Pools()
+        if self._recounts:
             self._add(groups, ((row.group, row) for row in rows))
             means = {name: sorted(self._counted(entries)) for name, entries in groups.items()}
             group_rewards = [means[row.group] for row in rows]
+        if self._by_trajectory:
             own = _float64(_mean(groups[row.group][row.trajectory]) for row in rows)
         return SampleBatch(
-            rewards=_float64(row.reward for row in rows),
+            rewards=_float64(row.net_reward for row in rows),
             group_rewards=group_rewards,
             agents=[row.agent for row in rows],
             turns=torch.tensor([row.turn for row in rows]),
@@ -130,7 +132,7 @@ class AdvantageEstimator:
         """Add the rewards of rows to the pools of these names."""
         for pool, row in rows:
             entry = row.trajectory if self._by_trajectory else ""
-            pools.setdefault(pool, {}).setdefault(entry, []).append(row.reward)
+            pools.setdefault(pool, {}).setdefault(entry, []).append(row.net_reward)
 
     def _counted(self, entries: Mapping[str, Sequence[float]]) -> list[float]:
         """Return the rewards of a pool that count: of each sample, or the mean of each
@@ -199,7 +201,8 @@ def _earned(rows: Sequence[Row]) -> torch.Tensor:
     earned = torch.zeros(len(rows), dtype=torch.float64)
     for chain in chains_of(rows):
         for i in chain:
-            earned[i] = earned_by(rows[i], last=i == chain[-1])
+            penalty = rows[i].reward - rows[i].net_reward
+            earned[i] = earned_by(rows[i], last=i == chain[-1]) - penalty
     return earned
 
 

@@ -383,6 +383,8 @@ def chained_advantages(
     for chain in chains:
         for i in chain:
             rewards[starts[i + 1] - 1] = earned_by(rows[i], last=i == chain[-1])
+            if (penalty := rows[i].penalty) is not None:
+                rewards[starts[i] : starts[i + 1]] -= torch.from_numpy(penalty)
     ordered = [np.arange(starts[i], starts[i + 1]) for chain in chains for i in chain]
     if not ordered:
         return torch.zeros(0, dtype=torch.float64)

@@ -138,6 +138,7 @@ class Accumulation:
         started = time.perf_counter()
         held, self.sums.held = self.sums.held, []
         if held:
+            held = self._penalised(held, stop)
             self.advantages.measure(held)
         size = self._job.pipeline.micro_batch_samples
         for start in range(0, len(held), size):
@@ -154,6 +155,7 @@ class Accumulation:
         """
         held, self.sums.held = self.sums.held, []
         if self.advantages.needs_whole_step:
+            held = self._penalised(held, stop)
             self.advantages.measure(held)
         groups = GroupBuffer()
         units = sorted([*groups.add(held), *groups.rest()], key=lambda unit: content_key(unit[0]))
@@ -202,7 +204,32 @@ class Accumulation:
             self.sums.broken = self.sums.broken or _not_finite(batch.rows, batch.advantages)
         return batches
 
+    def _penalised(self, rows: Sequence[Row], stop: threading.Event | None) -> list[Row]:
+        """Return `rows` with what their divergence from the first version takes from their rewards,
+        if the job says so. Raises `Stopped`."""
+        weight = self._job.algorithm.kl_penalty
+        found = list(rows)
+        mine = [
+            i
+            for i, row in enumerate(rows)
+            if weight and row.penalty is None and not row.demonstration
+        ]
+        if unknown := [i for i in mine if rows[i].reference is None]:
+            some = [rows[i] for i in unknown]
+            with self._reproducibly():
+                scores = self._passes.logprobs(some, stop, reference=True)
+            parts = torch.split(scores, response_lengths(some))
+            for i, part in zip(unknown, parts, strict=True):
+                found[i] = replace(rows[i], reference=part.numpy())
+        for i in mine:
+            row = found[i]
+            assert row.reference is not None, "brought or computed"
+            gap = row.behaviour.astype(np.float64) - row.reference
+            found[i] = replace(row, penalty=weight * gap)
+        return found
+
     def _estimated(self, rows: Sequence[Row], stop: threading.Event | None) -> TrainingBatch:
+        rows = self._penalised(rows, stop)
         if self._critic is None:
             try:
                 batch = self.advantages.estimate(rows)
@@ -302,7 +329,7 @@ class Accumulation:
     def _with_gradient(self, batch: TrainingBatch) -> list[int]:
         """Return the indices of rows whose loss has a gradient; a zero advantage may have none."""
         algorithm, balanced = self._job.algorithm, self._passes.balances
-        pure = not (algorithm.kl_coefficient or algorithm.entropy_coefficient or balanced)
+        pure = not (algorithm.kl_loss or algorithm.entropy_coefficient or balanced)
         if self._skip_zero and pure and self._functions.scales_with_advantage:
             pairs = enumerate(zip(batch.rows, batch.advantages.tolist(), strict=True))
             return [i for i, (row, a) in pairs if a != 0.0 or self._passes.is_taught(row)]
@@ -313,7 +340,7 @@ class Accumulation:
     ) -> TrainingBatch:
         with self._reproducibly():
             found = self._passes.logprobs(batch.rows, stop)
-        parts = torch.split(found.cpu(), response_lengths(batch.rows))
+        parts = torch.split(found, response_lengths(batch.rows))
         rows = [replace(r, old=old.numpy()) for r, old in zip(batch.rows, parts, strict=True)]
         return replace(batch, rows=rows)
 

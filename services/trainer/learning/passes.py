@@ -12,10 +12,11 @@ import copy
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +31,7 @@ from services.trainer.learning.kernels.gpu import use_liger
 from services.trainer.learning.kernels.half import HalfWeights
 from services.trainer.learning.model import shape_of_model
 from services.trainer.learning.pass_budget import PassBudget
-from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
+from services.trainer.learning.ranks import RankBatches, RankGroup
 from services.trainer.learning.samples import Row, response_lengths
 from services.trainer.learning.sequences.attention import PACKED, packed_attention
 from services.trainer.learning.sequences.packing import PackedBatch, one_token, plan
@@ -242,7 +243,7 @@ class Passes:
         configure_model(policy, model.module, self._policy.trainer, own)
         self._reference: Forward | None = None
         # Whether the loss has a divergence from the reference.
-        self._penalised = spec.algorithm.kl_coefficient > 0
+        self._penalised = spec.algorithm.kl_loss > 0
         # By name of the teacher: its model, and the agents that it teaches.
         self._teachers: dict[str, Forward] = {}
         distillation = spec.algorithm.distillation
@@ -713,33 +714,55 @@ class Passes:
 
         return self._ranks.summed(self.budget.fitting(compute, own))
 
-    def logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
-        """Return the log-probs of all response tokens under the current weights, [T]. Raises
-        `Stopped`."""
-        return self.budget.fitting(functools.partial(self._logprobs, rows, stop), rows)
+    def logprobs(
+        self, rows: Sequence[Row], stop: threading.Event | None, *, reference: bool = False
+    ) -> torch.Tensor:
+        """Return the log-probs of all response tokens under the current weights or those of the
+        `reference`, [T] on the CPU.
 
-    def _logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
+        Without gradients. In a gang every rank gets all rows, computes its share and has the result
+        of all. Raises `Stopped`.
+        """
+        compute = functools.partial(self._logprobs, rows, stop, reference)
+        return self.budget.fitting(compute, rows)
+
+    def _logprobs(
+        self, rows: Sequence[Row], stop: threading.Event | None, reference: bool
+    ) -> torch.Tensor:
+        forward = self._own_model.reference if reference else self._forward
+        assert forward is not None, "the job needs a reference"
         device, dtype = self._model.device, self._model.dtype
-        by_row = torch.tensor([row.temperature for row in rows], dtype=dtype)
-        sizes = torch.tensor(response_lengths(rows))
+        mine = self._ranks.share(rows)
+        own = [rows[i] for i in mine]
+        starts = np.cumsum([0, *response_lengths(rows)])
+        places = [np.arange(starts[i], starts[i + 1]) for i in mine] or [np.arange(0)]
+        order = torch.from_numpy(np.concatenate(places))
+        by_row = torch.tensor([row.temperature for row in own], dtype=dtype)
+        sizes = torch.tensor(response_lengths(own), dtype=torch.int64)
         temperatures = torch.repeat_interleave(by_row, sizes)[:, None].to(device)
-        found = torch.empty(len(temperatures), dtype=dtype, device=device)
-        for here in self.packed_batches(rows, stop, gradients=False):
-            with self._autocast():
-                scores = self._forward.scores(here, temperatures[here.order])
-            found[here.order] = scores.logprobs.to(dtype)
-        return found
 
-    def packed_batches(
-        self, rows: Sequence[Row], stop: threading.Event | None, gradients: bool
-    ) -> Iterator[PackedBatch]:
-        """Yield batches, on the device, that score every response token once, and those that only
-        keep what these read. `gradients`: they are differentiated. Raises `Stopped`."""
-        for batch in self._plan(rows, gradients=gradients):
-            if stop is not None and stop.is_set():
-                raise Stopped
-            yield batch.to(self._model.device)
-            batch.forget()
+        def scores(batch: PackedBatch) -> torch.Tensor:
+            here = batch.to(device)
+            with self._autocast():
+                found = forward.scores(here, temperatures[here.order])
+            return found.logprobs.to("cpu", dtype)
+
+        def elsewhere(batch: PackedBatch | None) -> None:
+            with self._autocast():
+                one = torch.ones((1, 1), dtype=dtype, device=device)
+                forward.scores(one_token(device, batch), one)
+
+        found = torch.zeros(int(starts[-1]), dtype=dtype)
+        batches = self._ranks.batches(self._plan(own, gradients=False), stop)
+        for batch in batches:
+            smallest = functools.partial(elsewhere, batch)
+            if batch is None:
+                batches.run(smallest, smallest)
+                continue
+            result = batches.run(functools.partial(scores, batch), smallest)
+            if result is not None:
+                found[order[batch.order]] = result
+        return self._ranks.summed(found) if self._ranks.size > 1 else found
 
     def rank_batches(
         self, rows: Sequence[Row], stop: threading.Event | None, gradients: bool

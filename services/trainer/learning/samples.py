@@ -95,6 +95,9 @@ class Row:
     columns: Mapping[str, Any] = field(default_factory=dict)
     # Added by the trainer. float64 [response_len]: advantages, where they differ by token.
     advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
+    # Added by the trainer. float64 [response_len]: what is taken from each token's reward for the
+    # divergence from the first version; None: nothing.
+    penalty: np.ndarray[Any, np.dtype[np.float64]] | None = None
     # Added by the trainer. [response_len]: log-probs under the weights that the step began with.
     old: np.ndarray[Any, np.dtype[Any]] | None = None
 
@@ -107,6 +110,11 @@ class Row:
     def response_length(self) -> int:
         """Number of response tokens, which carry the loss."""
         return len(self.ids) - self.prompt_length
+
+    @property
+    def net_reward(self) -> float:
+        """The reward that groups compare, without the penalty for divergence."""
+        return self.reward if self.penalty is None else self.reward - float(self.penalty.sum())
 
     @property
     def prompt_digest(self) -> int:

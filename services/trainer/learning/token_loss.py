@@ -100,6 +100,7 @@ class TokenLoss:
         self._how: dict[str, Any] = {
             "clip_low": algorithm.clip_low,
             "clip_high": algorithm.clip_high,
+            "dual_clip": algorithm.dual_clip,
             "loss": functions.loss,
             "correction": functions.correction,
             "correction_cap": algorithm.correction_cap,
@@ -149,7 +150,7 @@ class TokenLoss:
                     demonstrated=some.demonstrated,
                     old_logprobs=old if recomputed else None,
                     reference_logprobs=some.reference,
-                    kl_coefficient=algorithm.kl_coefficient,
+                    kl_coefficient=algorithm.kl_loss,
                     entropy=entropy,
                     entropy_coefficient=algorithm.entropy_coefficient,
                     **how,

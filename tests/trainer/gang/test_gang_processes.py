@@ -20,6 +20,7 @@ from services.trainer.gang.gang import Gangs, free_port
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
+from services.trainer.state.training_state import StateStore, TrainingState
 from tests.support.processes import ports_of
 from tests.support.waiting import PATIENCE, block_until
 from tests.trainer.gang.test_gang import (
@@ -54,16 +55,24 @@ def gangs() -> Iterator[Gangs]:
         {"loss": "gspo", "normalize": "sequence"},
         {"advantage": "reinforce_plus_plus"},
         {"advantage": "rae"},
+        {"advantage": "rloo", "baseline_weight": "trajectory"},
+        {"advantage": "gigpo"},
+        {"kl_coefficient": 0.3, "kl_in": "reward"},
         {"epochs": 2, "minibatches": 2, "old_logprobs": "recomputed"},
     ],
     ids=lambda algorithm: "-".join(map(str, algorithm.values())),
 )
 def test_ranks_weigh_tokens_as_one_device_for_every_normalization(
-    tokenizer: Path, gangs: Gangs, algorithm: dict[str, Any]
+    tokenizer: Path, gangs: Gangs, algorithm: dict[str, Any], tmp_path: Path
 ) -> None:
     pipeline = {"mode": "sync", "steps": 10, "queries_per_step": 2, "micro_batch_samples": 4}
     spec = gang_spec(tokenizer, algorithm=algorithm, pipeline=pipeline)
     gang, one = together(gangs, spec), alone(spec)
+    if spec.needs_reference:
+        store = StateStore(tmp_path, "job", "solver")
+        store.save(TrainingState(0, "a" * 32, one.snapshot()))
+        for learner in (gang, one):
+            learner.load_reference(store.load(0))
     for step in range(2):
         for part in range(3):
             rows = [

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -371,3 +372,60 @@ def test_losses_and_gradients_equal_those_of_trl(
         mine["norms"].append(found["grad_norm"])
     assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
     assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
+
+
+def test_a_joint_pair_is_one_sigmoid_over_what_all_agents_said(tokenizer: Path) -> None:
+    """MADPO: -log sigmoid(beta sum over agents of the difference of log-ratios)."""
+    spec = spec_of(
+        tokenizer,
+        agents={"writer": {"policy": "solver"}, "checker": {"policy": "solver"}},
+        preferences={"tasks": TASKS, "steps": 10, "joint": True, "beta": 0.4},
+    )
+    learner = learner_of(spec)
+    reference = moved(learner)
+    # Two pairs of single agents become one of both.
+    rows = pairs_of(5, 4)
+    rows = [
+        replace(
+            row,
+            sample_id=f"q{k // 4}_{k % 4}_t{k // 4}",
+            group=f"q{k // 4}/*/pair",
+            agent=("writer", "checker")[k // 2 % 2],
+            group_rewards=(0.0, 0.0, 1.0, 1.0),
+            turn=k % 4,
+            trajectory=f"t{k // 4}",
+        )
+        for k, row in enumerate(rows)
+    ]
+    losses = []
+    for group in dict.fromkeys(row.group for row in rows):
+        joint: Any = 0.0
+        for row in rows:
+            if row.group == group:
+                own = response_logprobs(learner.model, row)[0].sum()
+                own = own - response_logprobs(reference, row)[0].sum().detach()
+                joint = joint + (own if row.reward else -own)
+        losses.append(-torch.nn.functional.logsigmoid(0.4 * joint))
+    total = torch.stack(losses).mean()
+    expected = torch.cat(
+        [one.flatten() for one in torch.autograd.grad(total, list(learner.model.parameters()))]
+    )
+    for cuts in ([], [1, 3, 6]):
+        found = gradient(learner, rows, cuts)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        learner.discard()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"preferences": {"joint": True, "agent": "solver"}}, "name their agents"),
+        ({"preferences": {"joint": True}}, "no trained policy has two agents"),
+    ],
+)
+def test_joint_pairs_need_a_team_with_one_policy(
+    tokenizer: Path, sections: dict[str, Any], message: str
+) -> None:
+    pairs = {"tasks": TASKS, "steps": 10, **sections["preferences"]}
+    with pytest.raises(ValueError, match=message):
+        make_spec(tokenizer, preferences=pairs)

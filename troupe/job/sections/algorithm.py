@@ -186,13 +186,21 @@ class AlgorithmSpec(Section):
     clip_high: float = Field(default=0.2, gt=0, le=1e9)
     """Upper clip range of the importance ratio (DAPO's clip-higher when larger); `gspo` needs about
     4e-4, `cispo` a multiple of the others' range."""
+    dual_clip: float | None = Field(default=None, gt=1, le=1e9)
+    """`ppo_clip`, `gspo`: bound on the ratio of tokens with a negative advantage, beyond which they
+    have no gradient (dual-clip PPO, Ye et al. 2020, equation 5; 3 is usual). Default: none."""
     normalize: Literal["token", "sequence", "constant"] = "token"
     """Average the loss over all tokens of the global batch, over sequences, or divide the sum by a
     constant length per sequence, which has no length bias (Dr. GRPO)."""
     constant_tokens: TokensOrNone = 0
     """`normalize: constant`: the length; 0: the largest `max_new_tokens` of the policy's agents."""
     kl_coefficient: Coefficient = 0.0
-    """Weight of the k3 estimate of KL(policy || first version) in the loss."""
+    """Weight of the divergence from the first version (`kl_in`)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`loss`: the k3 estimate of KL(policy || first version) is added to the loss of each token.
+    `reward`: log mu(a_t) - log ref(a_t), mu the sampling policy and ref the first version, is
+    subtracted from what each token earned (Stiennon et al. 2020, section 3.4); group methods
+    subtract the sum over the sample from its reward, and groups compare the differences."""
     entropy_coefficient: Coefficient = 0.0
     """Weight of the entropy bonus."""
     correction: CorrectionOrOwn | None = None
@@ -238,6 +246,16 @@ class AlgorithmSpec(Section):
         """Whether `reply.group` overrides `group_by`; not where advantages are computed along the
         turns of an agent, which one group must contain."""
         return self.advantage not in _ALONG_EPISODES
+
+    @property
+    def kl_penalty(self) -> float:
+        """Weight of the divergence from the first version in rewards."""
+        return self.kl_coefficient if self.kl_in == "reward" else 0.0
+
+    @property
+    def kl_loss(self) -> float:
+        """Weight of the divergence from the first version in the loss."""
+        return self.kl_coefficient if self.kl_in == "loss" else 0.0
 
     @property
     def learns_without_advantages(self) -> bool:
@@ -301,6 +319,19 @@ class AlgorithmSpec(Section):
                 f"columns: advantage `{self.advantage}` reads none; remove it, or name a function "
                 "of your own as `advantage`"
             )
+        if self.dual_clip is not None and self.loss in ("cispo", "dppo_mask"):
+            raise ValueError(
+                f"dual_clip: without effect with loss `{self.loss}`, which bounds the weight of "
+                "every token; remove it, or choose `ppo_clip` or `gspo`"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip: {self.dual_clip:g} is not above 1 + clip_high = "
+                f"{1 + self.clip_high:g}; a negative advantage would be clipped more tightly than "
+                "a positive one; 3 is usual"
+            )
+        if self.kl_in == "reward" and not self.kl_coefficient:
+            raise ValueError("kl_in: without effect while kl_coefficient is 0; set that, too")
         if self.constant_tokens and self.normalize != "constant":
             raise ValueError(
                 f"constant_tokens: without effect with normalize `{self.normalize}`; remove it, or "

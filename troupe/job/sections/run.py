@@ -110,13 +110,25 @@ class PreferencesSpec(OfflineSpec):
     tasks: TasksSpec
     """Pairs, one per row of the split "train": `prompt`, `chosen` and `rejected` (texts, or
     messages), or `chosen` and `rejected` (whole conversations); and `agent`, if several agents
-    learn."""
+    learn. With `joint`, `agents`: these fields by the name of each agent."""
+    joint: bool = False
+    """Whether a pair is of joint replies: m is the sum over the row's agents, so that one sigmoid
+    compares what the team said. The agents of a row must share a policy. False: each agent's pair
+    is a pair of its own."""
     loss: Literal["dpo", "ipo"] = "dpo"
     """With m the log-ratio log pi/pi_ref of the preferred reply minus the rejected reply's: `dpo`,
     -log sigmoid(`beta` m) (Rafailov et al. 2023, equation 7); `ipo`, (m - 1/(2 `beta`))^2, the
     log-ratios averaged over a reply's tokens (Azar et al. 2024, equation 17)."""
     beta: float = Field(default=0.1, gt=0, le=MAX_COEFFICIENT)
     """How strongly the reference holds the policy; `ipo`: tau."""
+
+    @model_validator(mode="after")
+    def _of_a_team(self) -> Self:
+        if self.joint and self.agent is not None:
+            raise ValueError(
+                "agent: the rows of `joint` pairs name their agents; remove it, or `joint`"
+            )
+        return self
 
 
 class PipelineSpec(Section):
