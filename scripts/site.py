@@ -2,7 +2,8 @@
 docs/ lead somewhere on the site, too.
 
 A Markdown page of the repository that a page links to (an example's README) is a page
-of the site; another file is a page that shows it. Both are below `repository/`, by their own path.
+of the site, and so is a picture that it shows; another file is a page that shows its text. All are
+below `repository/`, by their own path.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ REPOSITORY: Final = "repository"
 _LINK: Final = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _TABLE: Final = re.compile(r"<table>\s*<thead>\s*<tr>(.*?)</tr>", re.S)
 _CODE: Final = re.compile(r"`[^`\n]+`")
+_PICTURES: Final = (".svg", ".png")
 _LANGUAGES: Final = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 
 
@@ -50,7 +52,8 @@ def _uri(target: Path) -> str:
     """Path on the site, as a source file of MkDocs, of a file of the repository."""
     if target == Path("README.md"):
         return FIRST_PAGE
-    return f"{REPOSITORY}/{target}" if target.suffix == ".md" else f"{REPOSITORY}/{target}.md"
+    itself = target.suffix in (".md", *_PICTURES)
+    return f"{REPOSITORY}/{target}" if itself else f"{REPOSITORY}/{target}.md"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -67,6 +70,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for _, link, _ in _LINK.findall(text):
             target = _target(_source(uri), link)
             if target is None or files.get_file_from_path(_uri(target)) is not None:
+                continue
+            if target.suffix in _PICTURES:
+                files.append(File.generated(config, _uri(target), abs_src_path=str(ROOT / target)))
                 continue
             content = (ROOT / target).read_text(encoding="utf-8")
             if target.suffix != ".md":

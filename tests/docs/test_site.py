@@ -61,6 +61,10 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     assert (site / "tutorials/first-team/index.html").is_file()
     # A README outside of docs/, and a module, from where pages link to them.
     assert (site / "repository/examples/reasoning_team/index.html").is_file()
+    # A recipe's page shows its picture.
+    recipe = site / "repository/examples/papers/turn_baselines"
+    [picture] = re.findall(r'<img[^>]*src="([^"]*)"', (recipe / "index.html").read_text())
+    assert (recipe / picture).resolve().read_text().startswith("<svg")
     page = (site / "data/index.html").read_text()
     link = re.search(r'href="(\.\./repository/troupe/workflow/asking[^"]*)"', page)
     assert link is not None
