@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -30,6 +30,7 @@ from troupe.demo import ending_in_a_line
 from troupe.rpc.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 
 if TYPE_CHECKING:
+    from troupe.cluster.settings import ClusterSettings
     from troupe.recipes.recipe import Recipe
 
 _PACKAGE: Final = Path(troupe.__file__).parent
@@ -177,42 +178,53 @@ def run_recipe(
     target = (out or made.data_dir / name).resolve()
     with tempfile.TemporaryDirectory() as scratch:
         root = _root_of(name, Path(scratch))
-        sys.path.insert(0, str(root))
+        status = asyncio.run(_run_recipe(name, root, made.resolved(), range(seeds), target, quick))
+    raise typer.Exit(status)
+
+
+async def _run_recipe(
+    name: str, root: Path, settings: ClusterSettings, seeds: Sequence[int], out: Path, quick: bool
+) -> int:
+    """Run a recipe of the folder `root` on a cluster of `settings`; return the exit status."""
+    sys.path.insert(0, str(root))
+    try:
+        # Here, as they import torch.
         recipe: Recipe = importlib.import_module(f"examples.{name.replace('/', '.')}.recipe").RECIPE
-        # Here, as it imports torch.
         from troupe.recipes.page import print_results
         from troupe.recipes.running import begun, run
+    except ImportError as error:
+        raise FailedPrecondition(
+            f"the recipe needs a package that is not installed here: {error}",
+            kind="package_missing",
+            remedy='`pip install "troupe-rl[cpu,games]"`',
+        ) from error
+    begun(recipe, out, quick=quick)  # before a cluster is started
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
 
-        begun(recipe, target, quick=quick)  # before a cluster is started
+    def tell(text: str) -> None:
+        console.print(text, markup=False)
 
-        async def work() -> int:
-            console = Console(stderr=True, highlight=False, soft_wrap=True)
-            with Interrupts() as interrupts:
-                try:
-                    async with open_session(
-                        made.resolved(),
-                        address=None,
-                        keep_up=False,
-                        interrupts=interrupts,
-                        say=lambda text: console.print(text, style="dim", markup=False),
-                    ) as session:
-                        running = run(
-                            recipe,
-                            session.client,
-                            range(seeds),
-                            root=root,
-                            out=target,
-                            models=made.data_dir / "models",
-                            quick=quick,
-                            tell=lambda text: console.print(text, markup=False),
-                        )
-                        results = await interrupts.guard(running)
-                except Interrupted:
-                    return interrupts.status
-            print_results(recipe, results, target, Console(highlight=False, soft_wrap=True))
-            return 0
-
-        raise typer.Exit(asyncio.run(work()))
+    with Interrupts() as interrupts:
+        try:
+            async with open_session(
+                settings, address=None, keep_up=False, interrupts=interrupts, say=tell
+            ) as session:
+                running = run(
+                    recipe,
+                    session.client,
+                    seeds,
+                    root=root,
+                    out=out,
+                    models=settings.data_dir / "models",
+                    quick=quick,
+                    tell=tell,
+                )
+                results = await interrupts.guard(running)
+        except Interrupted:
+            return interrupts.status
+    print_results(recipe, results, out, Console(highlight=False, soft_wrap=True))
+    tell(f"the jobs are in {settings.data_dir}: `troupe up --data-dir {settings.data_dir}`")
+    return 0
 
 
 def _root_of(name: str, scratch: Path) -> Path:

@@ -141,7 +141,7 @@ def print_results(recipe: Recipe, results: Results, out: Path, console: Console)
         console.print(f"{len(seeds)} of the {SEEDS} seeds that a recipe needs")
     jobs = " ".join(run.job for run in seeds[-1].runs.values())
     console.print(f"page: {out / PAGE}; picture: {out / PICTURE}", markup=False)
-    console.print(f"compare the last seed: troupe up, then troupe jobs compare {jobs}")
+    console.print(f"compare the last seed in the panel, or with `troupe jobs compare {jobs}`")
 
 
 def _numbers(seeds: Sequence[SeedRuns]) -> str:
