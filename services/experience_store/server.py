@@ -71,9 +71,10 @@ def check_append(
             raise InvalidArgument("say why it did not complete", field="reason")
     seen: set[str] = set()
     rows: list[StagedRow] = []
+    names = store_pb.Sample(query_id=request.query_id, trajectory_id=request.trajectory_id)
     for index, raw_row in enumerate(raw_rows):
         try:
-            row = _read(request, raw_row)
+            row = _read(names, raw_row)
         except InvalidArgument as error:
             # Not passed down, since formatting it would cost as much as the checks of a good row.
             place = f"samples[{index}]"
@@ -112,20 +113,16 @@ def _check_stem(field: str, row: StagedRow, before: Sequence[StagedRow]) -> None
     )
 
 
-def _read(request: store_pb.AppendTrajectoryRequest, raw_row: RawRow) -> StagedRow:
-    """Parse and check the row in `raw_row`. Raises `InvalidArgument`; its field is within the
-    row."""
+def _read(names: store_pb.Sample, raw_row: RawRow) -> StagedRow:
+    """Parse and check the row in `raw_row`; `names`: see `StagedRow.of`. Raises `InvalidArgument`;
+    its field is within the row."""
     sample = store_pb.Sample()
     try:
         # It takes views, too, though its types do not say so.
         sample.ParseFromString(raw_row)  # type: ignore[arg-type]
     except DecodeError as error:
         raise InvalidArgument(f"is not a Sample: {error}") from error
-    _check_ids(request, sample)
-    for span in sample.versions:
-        check_not_negative("versions", span.version)
-    if sample.HasField("reward"):
-        check_reward("reward", sample.reward)
+    _check_ids(names, sample)
     prompt = check_vector("prompt_ids", sample.prompt_ids, *tensors.ID_DTYPES)
     response = check_vector("response_ids", sample.response_ids, *tensors.ID_DTYPES)
     logprobs = check_vector("logprobs", sample.logprobs, common_pb.DTYPE_FLOAT32)
@@ -133,22 +130,31 @@ def _read(request: store_pb.AppendTrajectoryRequest, raw_row: RawRow) -> StagedR
         raise InvalidArgument(
             f"must have one value per response token ({response})", field="logprobs", value=logprobs
         )
-    check_columns("columns", sample.columns)
+    row = StagedRow.of(sample, raw_row, prompt + response, names)
+    if row.version.startswith("-"):
+        check_not_negative("versions", int(row.version))
+    if row.reward is not None:
+        check_reward("reward", row.reward)
+    if row.columns:
+        check_columns("columns", sample.columns)
     if sample.payloads:
         check_payloads("payloads", sample)
     check_size(None, len(raw_row))
-    return StagedRow.of(sample, raw_row, prompt + response)
+    return row
 
 
-def _check_ids(request: store_pb.AppendTrajectoryRequest, sample: store_pb.Sample) -> None:
-    query, trajectory = request.query_id, request.trajectory_id
-    for name, ours, theirs in (
-        ("query_id", sample.query_id, query),
-        ("trajectory_id", sample.trajectory_id, trajectory),
-        ("sample_id", sample.sample_id, f"{query}_{sample.turn}_{trajectory}"),
-    ):
-        if ours != theirs:
-            raise InvalidArgument(f"must be {theirs}", field=name, value=printable(ours))
+_IDS: Final = ("query_id", "trajectory_id", "sample_id")
+
+
+def _check_ids(names: store_pb.Sample, sample: store_pb.Sample) -> None:
+    """Check the ids of a row against the query and trajectory in `names`."""
+    query, trajectory = names.query_id, names.trajectory_id
+    given = sample.query_id, sample.trajectory_id, sample.sample_id
+    right = query, trajectory, f"{query}_{sample.turn}_{trajectory}"
+    if given != right:
+        for field, ours, theirs in zip(_IDS, given, right, strict=True):
+            if ours != theirs:
+                raise InvalidArgument(f"must be {theirs}", field=field, value=printable(ours))
     check_id("sample_id", sample.sample_id)
     check_id("group_id", sample.group_id)
     check_id("agent", sample.agent)

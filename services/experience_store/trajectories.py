@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from services.chassis.redis import Command
 from services.experience_store.database import Database, ScriptCall
@@ -72,7 +72,7 @@ class Append:
             found.setdefault(row.policy, []).append(row)
         numbers = ",".join(f"{policy}={len(rows)}" for policy, rows in sorted(found.items()))
         object.__setattr__(self, "by_policy", found)
-        object.__setattr__(self, "ending", replace(self.ending, rows=numbers))
+        object.__setattr__(self, "ending", self.ending._replace(rows=numbers))
 
     def check(self, table: TableSchema) -> None:
         """Raise `InvalidArgument` for a row of a policy that has no table."""
@@ -89,13 +89,15 @@ class Append:
             remedy=f"Send samples of {', '.join(table.policies)} only.",
         )
 
-    def stage(self, table: TableSchema, policy: str, step: int) -> list[Command]:
-        """Return the commands that put the rows of `policy` where only this append finds them, in
-        `step`. They note the rows first, so that the rows are freed with the step whatever happens
-        to this process.
-        """
+    @property
+    def stage_name(self) -> str:
+        """The name of its staged rows among those of the step."""
+        return f"{self.trajectory}:{self.ending.attempt}"
+
+    def stage(self, table: TableSchema, policy: str, step: int) -> Command:
+        """Return the command that puts the rows of `policy` where only this append finds them, in
+        `step`; `note_stages` comes first."""
         keys, query = PolicyKeys(self.job, policy), self.ending.query
-        staged = keys.staged(step, self.trajectory, self.ending.attempt)
         fields: list[str | RawRow | int] = []
         records = [query]
         tree = StemTree(self.by_policy[policy])
@@ -104,10 +106,14 @@ class Append:
             fields += (row.turn, row.stored)
         if tree.needed:
             fields += (NEEDED, tree.needed)
-        return [
-            ("SADD", keys.step(step, "stages"), f"{self.trajectory}:{self.ending.attempt}"),
-            ("HSET", staged, *fields, RECORDS, "\n".join(records)),
-        ]
+        staged = keys.staged(step, self.trajectory, self.ending.attempt)
+        return ("HSET", staged, *fields, RECORDS, "\n".join(records))
+
+
+def note_stages(job: str, policy: str, step: int, names: Sequence[str]) -> Command:
+    """Return the command that notes staged rows (`Append.stage_name`) before they are written, so
+    that they are freed with the step whatever happens to this process."""
+    return ("SADD", PolicyKeys(job, policy).step(step, "stages"), *names)
 
 
 class Trajectories:
@@ -173,20 +179,24 @@ class Trajectories:
         append that won now or earlier; the others are unchanged."""
         job, step = appends[0].job, appends[0].step
         table = await self._tables.get(job)
-        before: dict[str, list[Command]] = {policy: [] for policy in table.policies}
+        names: dict[str, list[str]] = {}
+        rows: list[Command] = []
         args: list[str | bytes | int] = [step, JobTableKeys(job).base]
         for append in appends:
             trajectory, ending = append.trajectory, append.ending
             staged: list[str] = []
             for policy in append.by_policy:
-                before[policy] += append.stage(table, policy, step)
+                names.setdefault(policy, []).append(append.stage_name)
+                rows.append(append.stage(table, policy, step))
                 staged.append(PolicyKeys(job, policy).staged(step, trajectory, ending.attempt))
             args += (trajectory, ending.query, ending.format(), ending.attempt)
             args += (ending.state, ending.reason, "\n".join(staged))
             # A call brings hundreds of rows, so let other calls be answered in between.
             await asyncio.sleep(0)
+        # One note for all of a table's: each command costs as much as a few rows.
+        notes = [note_stages(job, policy, step, own) for policy, own in names.items()]
         replies = await self._database.run_all(
-            [command for commands in before.values() for command in commands],
+            [*notes, *rows],
             [
                 ScriptCall("end_trajectories", PolicyKeys(job, policy).base, args)
                 for policy in table.policies
@@ -243,7 +253,10 @@ class Trajectories:
                     "stage",
                     PolicyKeys(job, policy).base,
                     (step, trajectory, ending.attempt),
-                    before=append.stage(table, policy, step),
+                    before=[
+                        note_stages(job, policy, step, [append.stage_name]),
+                        append.stage(table, policy, step),
+                    ],
                 )
                 for policy in append.by_policy
             ]

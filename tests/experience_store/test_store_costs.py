@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
+from services.experience_store.records import Ending
 from services.experience_store.store import Store
-from tests.support.experience import Response, Stage, ids_of, make_sample, make_stage
+from services.experience_store.trajectories import Append, Appended
+from tests.support.experience import (
+    Response,
+    Stage,
+    ids_of,
+    make_sample,
+    make_stage,
+    staged_row,
+)
 from tests.support.waiting import PATIENCE
 from troupe.rpc import new_id
 
@@ -47,6 +56,39 @@ async def test_round_trips_do_not_depend_on_the_size_of_a_step(store: Store, siz
     assert await trips_of(stage, lambda: stage.renew("trainer")) == 1
     # The ids behind the digest, then the script.
     assert await trips_of(stage, lambda: stage.commit(["c1", "c2"])) == 2
+
+
+async def test_endings_of_one_call_are_noted_by_one_command_per_table_before_their_rows(
+    stage: Stage,
+) -> None:
+    database, sent = stage.store.database, list[Any]()
+    original = database.call_each
+
+    async def noting(commands: Any, **rest: Any) -> list[Any]:
+        sent.extend(commands)
+        return await original(commands, **rest)
+
+    appends = [
+        Append(
+            stage.job,
+            stage.step,
+            trajectory,
+            Ending("COMPLETED", new_id("append"), query, ""),
+            [
+                staged_row(make_sample(query, turn, trajectory, policy=policy, agent=policy))
+                for turn, policy in enumerate(stage.policies)
+            ],
+        )
+        for query, trajectory in stage.trajectories
+    ]
+    database.call_each = noting  # type: ignore[method-assign]
+    ended = await stage.store.trajectories.append_each(appends)
+    database.call_each = original  # type: ignore[method-assign]
+    assert all(isinstance(one, Appended) and one.accepted for one in ended)
+    number = len(stage.policies)
+    kinds = ["SADD"] * number, ["HSET"] * number * len(appends), ["EVALSHA"] * number
+    assert [one[0] for one in sent] == [kind for some in kinds for kind in some]
+    assert {len(one) - 2 for one in sent[:number]} == {len(appends)}
 
 
 async def test_a_burst_of_trajectories_is_taken_whole(store: Store) -> None:

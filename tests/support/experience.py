@@ -66,7 +66,8 @@ def make_sample(
 def staged_row(sample: store_pb.Sample, raw_row: bytes | None = None) -> StagedRow:
     """Return the row that the store would stage, without the store's checks."""
     tokens = sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape)
-    return StagedRow.of(sample, raw_row or sample.SerializeToString(), tokens)
+    names = store_pb.Sample(query_id=sample.query_id, trajectory_id=sample.trajectory_id)
+    return StagedRow.of(sample, raw_row or sample.SerializeToString(), tokens, names)
 
 
 @dataclass
