@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from troupe.client.conversion import to_json
+from troupe.job.compatibility import changeable_values
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
@@ -153,6 +154,8 @@ class Specification(View):
     """As its author wrote it, with comments; empty if that is not known."""
     resolved: str
     """With its defaults filled in."""
+    changeable: dict[str, Any]
+    """Its values that may change when the job is resumed, by path."""
 
 
 class HostUtilization(View):
@@ -238,10 +241,12 @@ def job(message: orchestrator_pb.Job) -> JobView:
 
 def specification(reply: orchestrator_pb.GetJobResponse) -> Specification:
     """Return the view of a job's specification."""
-    resolved = yaml.safe_dump(
-        json.loads(reply.job.spec_json or "{}"), sort_keys=False, allow_unicode=True
+    spec = json.loads(reply.job.spec_json or "{}")
+    return Specification(
+        given=reply.given_spec,
+        resolved=yaml.safe_dump(spec, sort_keys=False, allow_unicode=True),
+        changeable=changeable_values(spec),
     )
-    return Specification(given=reply.given_spec, resolved=resolved)
 
 
 def utilization(reply: orchestrator_pb.ListHostUseResponse) -> Utilization:

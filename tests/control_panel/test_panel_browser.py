@@ -98,6 +98,82 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel) -> None:
         assert {fault.rpartition("/")[2] for fault in faults} == {"tables"}
 
 
+async def test_a_job_goes_on_with_more_steps_and_other_settings(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    job_id = await panel.submit()
+    await run_steps(panel, job_id, 10)
+    async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
+        await page.goto(panel.url)
+        button = page.locator("[data-action=go-on]")
+        await expect(page.locator("#job-state")).to_have_text("running")
+        await expect(button).to_be_disabled()
+        await panel.orchestrator.move(job_id, common_pb.JOB_STATE_SUCCEEDED)
+        await expect(button).to_have_text("More steps …")
+        await button.click()
+        await expect(page.locator("#going-on-title")).to_have_text(
+            f"Go on with {job_id} after step 10"
+        )
+        await expect(page.locator("#going-on [name=steps]")).to_have_value("10")
+
+        # The fields that may change, and no others, with their values.
+        fields = "all => all.map(one => one.value)"
+        offered = await page.locator("#going-on-fields option").evaluate_all(fields)
+        assert {"policies.big.optimizer.lr", "agents.solver.sampling.temperature"} <= set(offered)
+        assert not {"seed", "pipeline.queries_per_step", "algorithm.name"} & set(offered)
+        rows = page.locator("#going-on-settings li")
+        await rows.nth(0).locator("[name=field]").fill("policies.big.optimizer.lr")
+        await expect(rows.nth(0).locator("[name=value]")).to_have_attribute(
+            "placeholder", re.compile("^now [0-9.e-]+$")
+        )
+        await rows.nth(0).locator("[name=value]").fill("3e-6")
+        await page.click("#going-on-add")
+        await rows.nth(1).locator("[name=field]").fill("seed")
+        await rows.nth(1).locator("[name=value]").fill("3")
+
+        # A refusal shows as the command line shows it, and the dialog stays as it was filled in.
+        panel.orchestrator.refusal = FailedPrecondition(
+            "this is not the specification of the same job",
+            kind="spec_incompatible",
+            field="seed",
+            value=3,
+            remedy="Undo these changes.",
+        )
+        await page.fill("#going-on [name=steps]", "25")
+        await page.click("#going-on .primary")
+        await expect(page.locator("#going-on-problem")).to_have_text(
+            "seed = 3: this is not the specification of the same job. Undo these changes."
+        )
+        assert [fault.partition(" ")[0] for fault in faults] == ["409"]
+        faults.clear()
+        await rows.nth(1).locator("[name=field]").fill("")
+        await page.click("#going-on .primary")
+        await expect(page.locator("#going-on")).to_be_hidden()
+        assert [dict(one.overrides) for one in panel.orchestrator.requests("ResumeJob")] == [
+            {"pipeline.steps": "25", "policies.big.optimizer.lr": "3e-6", "seed": "3"},
+            {"pipeline.steps": "25", "policies.big.optimizer.lr": "3e-6"},
+        ]
+
+        # The page follows the job again.
+        await expect(page.locator("#tiles")).to_contain_text("10 / 25")
+        await run_steps(panel, job_id, 11)
+        await expect(page.locator("#job-state")).to_have_text("running")
+        await expect(page.locator("#tiles")).to_contain_text("11 / 25")
+
+        # A paused job is resumed as it is, or with changes.
+        paused = common_pb.JOB_STATE_PAUSING, common_pb.JOB_STATE_PAUSED
+        await panel.orchestrator.move(job_id, *paused)
+        await expect(button).to_have_text("Resume with …")
+        await button.click()
+        await expect(page.locator("#going-on-settings li")).to_have_count(1)
+        await page.click("#going-on-cancel")
+        await expect(page.locator("#going-on")).to_be_hidden()
+        await page.click("[data-action=resume]")
+        await expect(page.locator("#job-state")).to_have_text("submitted")
+        assert dict(panel.orchestrator.requests("ResumeJob")[-1].overrides) == {}
+        assert faults == []
+
+
 async def test_the_population_of_a_job(panel: Panel) -> None:
     from playwright.async_api import expect
 

@@ -277,6 +277,8 @@ async def test_a_job_has_tags_notes_and_its_file_as_it_was_given(panel: Panel) -
     assert found["given"] == text
     assert yaml.safe_load(found["resolved"])["pipeline"]["steps"] == 10
     assert "group_size" in found["resolved"], "with defaults"
+    assert found["changeable"]["pipeline.steps"] == 10
+    assert "pipeline.group_size" not in found["changeable"]
 
 
 async def test_the_utilization_of_hosts_is_fractions_and_null_without_a_value(panel: Panel) -> None:

@@ -8,7 +8,13 @@ import pytest
 
 from tests.support.cluster import job_yaml
 from troupe.job import JobSpec, parse_job
-from troupe.job.compatibility import CHANGEABLE, differences, incompatible, reason
+from troupe.job.compatibility import (
+    CHANGEABLE,
+    changeable_values,
+    differences,
+    incompatible,
+    reason,
+)
 
 FUNCTION = {"entrypoint": "examples.nowhere:reward"}
 
@@ -97,6 +103,14 @@ def test_steps_that_are_done_cannot_be_undone() -> None:
     assert incompatible(spec(), spec(pipeline__steps=1), steps_done=1) == []
     found = incompatible(spec(), spec(pipeline__steps=1), steps_done=2)
     assert [(one.path, one.old, one.new) for one in found] == [("pipeline.steps", 2, 1)]
+
+
+def test_the_values_that_may_change_are_those_that_a_resume_takes() -> None:
+    values = changeable_values(spec().model_dump(mode="json"))
+    assert values["pipeline.steps"] == 2
+    assert values["agents.solver.sampling.temperature"] == 1.0
+    assert {"policies.solver.optimizer.lr", "rewards.exact.timeout_seconds"} <= values.keys()
+    assert not {"seed", "pipeline.mode", "policies.solver.optimizer.weight_decay"} & values.keys()
 
 
 def test_an_added_policy_makes_another_job() -> None:

@@ -58,6 +58,8 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         self.reply_tokens = 0
         # Unary calls to refuse with UNAVAILABLE before answering one.
         self.away = 0
+        # The next resume is refused with it.
+        self.refusal: TroupeError | None = None
         # Number of events after which a watch breaks, once.
         self.break_after: int | None = None
         self.generated: orchestrator_pb.GeneratePolicyResponse | None = None
@@ -203,7 +205,12 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         self, request: orchestrator_pb.ResumeJobRequest, context: Any
     ) -> orchestrator_pb.ResumeJobResponse:
         await self._note("ResumeJob", request, context)
+        if (refusal := self.refusal) is not None:
+            self.refusal = None
+            await self._fail(context, refusal)
         await self._move(request.job_id, context, S.JOB_STATE_SUBMITTED)
+        if steps := request.overrides.get("pipeline.steps"):
+            self.jobs[request.job_id].total_steps = int(steps)
         return orchestrator_pb.ResumeJobResponse(job=self.jobs[request.job_id])
 
     async def CancelJob(

@@ -207,6 +207,20 @@ def incompatible(old: JobSpec, new: JobSpec, *, steps_done: int) -> list[Differe
     ]
 
 
+def changeable_values(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a specification, defaults filled in, that may change when its job is
+    resumed, by path."""
+    return {path: value for path, value in _leaves("", spec) if _changeable(path)}
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping) or not value:
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{path}.{name}" if path else name, inner)
+
+
 def reason(path: str) -> str:
     """Return why a field of a job may not change when the job is resumed."""
     return next((why for pattern, why in _REASONS if _covers(pattern, path)), _ANY_REASON)

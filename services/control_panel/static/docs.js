@@ -2,6 +2,9 @@
 
 import { byId, el } from "./dom.js";
 
+// Text with its parts in backquotes as code.
+const prose = (text) => text.split("`").map((part, i) => (i % 2 ? el("code", {}, part) : part));
+
 // The schema behind `$ref`s, one level deep, as text.
 function shown(schema, document) {
   if (!schema) return "";
@@ -17,7 +20,7 @@ function fields(schema, document) {
   const properties = named && document.components.schemas[named]?.properties;
   if (!properties) return null;
   const rows = Object.entries(properties).map(([name, field]) =>
-    el("tr", {}, el("td", {}, el("code", {}, name)), el("td", {}, shown(field, document)), el("td", {}, field.description ?? "")),
+    el("tr", {}, el("td", {}, el("code", {}, name)), el("td", {}, shown(field, document)), el("td", {}, ...prose(field.description ?? ""))),
   );
   return el("table", {}, ...rows);
 }
@@ -35,7 +38,7 @@ function call(method, path, operation, document) {
       {},
       el("td", {}, el("code", {}, one.name)),
       el("td", {}, `${one.in}, ${shown(one.schema, document)}${one.required ? ", required" : ""}`),
-      el("td", {}, one.description ?? one.schema?.description ?? ""),
+      el("td", {}, ...prose(one.description ?? one.schema?.description ?? "")),
     ),
   );
   const answers = Object.entries(operation.responses ?? {}).map(([status, answer]) =>
@@ -45,7 +48,7 @@ function call(method, path, operation, document) {
     "details",
     { class: "card" },
     el("summary", {}, el("strong", {}, `${method.toUpperCase()} `), el("code", {}, path), ` ${operation.summary ?? ""}`),
-    el("p", {}, operation.description ?? ""),
+    el("p", {}, ...prose(operation.description ?? "")),
     parameters.length ? el("table", {}, ...parameters) : null,
     operation.requestBody ? el("h2", {}, "Body") : null,
     ...content(operation.requestBody?.content, document),
@@ -55,7 +58,7 @@ function call(method, path, operation, document) {
 }
 
 const document_ = await (await fetch("/openapi.json")).json();
-byId("about").textContent = document_.info.description ?? "";
+byId("about").replaceChildren(...prose(document_.info.description ?? ""));
 byId("calls").replaceChildren(
   ...Object.entries(document_.paths).flatMap(([path, methods]) =>
     Object.entries(methods).map(([method, operation]) => call(method, path, operation, document_)),

@@ -6,6 +6,7 @@ import { compareJobs, drawJobChoice } from "./compare.js";
 import { advice, api, apiPage, byId, changed, duration, el, firstLine, folded, inBrackets, moment, number, toast } from "./dom.js";
 import { drawEvaluations, evaluationTiles, ofEvaluations } from "./evaluations.js";
 import { openForm } from "./form.js";
+import { goOn } from "./goingon.js";
 import { drawHosts, drawJobHosts } from "./hosts.js";
 import { drawJobTable } from "./jobs.js";
 import { planFor } from "./plan.js";
@@ -199,11 +200,14 @@ function drawJob() {
   const can = {
     pause: ["submitted", "starting", "running"].includes(job.state),
     resume: ["paused", "failed", "cancelled"].includes(job.state),
+    "go-on": ["paused", ...TERMINAL].includes(job.state),
     cancel: !TERMINAL.includes(job.state),
   };
   for (const [action, enabled] of Object.entries(can)) {
     document.querySelector(`[data-action=${action}]`).disabled = !enabled;
   }
+  // A job that has succeeded goes on with more steps only.
+  document.querySelector("[data-action=go-on]").textContent = job.state === "succeeded" ? "More steps …" : "Resume with …";
   byId("split-hint").textContent = job.split_hint;
   byId("split-hint").hidden = !job.split_hint;
   drawTiles();
@@ -429,19 +433,26 @@ byId("job-select").addEventListener("change", (event) => {
   event.target.value = chosen;
   fetchOlder().catch((error) => toast(error.message));
 });
+// Reads the chosen job anew, and its stream, which had ended.
+function follow() {
+  stream?.close();
+  stream = null;
+  choose(chosen);
+}
+addEventListener("resumed", (event) => {
+  toast(`resume: ${event.detail.state}`);
+  if (event.detail.job_id === chosen) follow();
+});
 byId("actions").addEventListener("click", async (event) => {
   const action = event.target.dataset.action;
   if (!action || !chosen) return;
+  if (action === "go-on") return goOn(job).catch((error) => toast(error.message));
   if (action === "cancel" && !confirm(`Cancel ${chosen}? Checkpoints and metrics stay.`)) return;
   try {
     job = await api(`/api/jobs/${encodeURIComponent(chosen)}/${action}`, { method: "POST" });
     drawJob();
     toast(`${action}: ${job.state}`);
-    if (action === "resume") {
-      stream?.close();
-      stream = null;
-      choose(chosen);
-    }
+    if (action === "resume") follow();
   } catch (error) {
     toast(error.message);
   }
