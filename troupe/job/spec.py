@@ -383,6 +383,14 @@ class JobSpec(JobFields):
             return self
         if critic.observes == "team":
             self._team_critic()
+        played = [agent.policy for agent in self.agents.values()]
+        shared = any(self.policies[name].trainable and played.count(name) > 1 for name in played)
+        if critic.episodes == "team" and self.population is None and not shared:
+            raise ValueError(
+                "algorithm.critic.episodes: `team` joins the turns of agents that share a trained "
+                "policy, and every agent has a policy of its own; use `agent`, or let agents share "
+                "a policy (`observes: team` shows each critic the others' turns)"
+            )
         return self
 
     def _team_critic(self) -> None:

@@ -318,7 +318,7 @@ class RunningTrajectory:
             trajectory_id=ticket.trajectory_id,
             trained=job.trained.intersection(ticket.learners or job.trained),
             rewards=total,
-            group_by=job.spec.algorithm.group_by,
+            group_by=job.spec.algorithm.grouping,
             own_groups=job.spec.algorithm.grouped_by_workflow,
             team_tokens=job.spec.algorithm.team_tokens,
         )

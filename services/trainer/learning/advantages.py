@@ -22,7 +22,7 @@ from services.trainer.learning.samples import (
     TrainingBatch,
     by_token,
     chains_of,
-    earned_by,
+    earned_in,
     malformed,
     response_lengths,
 )
@@ -197,12 +197,11 @@ def _mean(rewards: Sequence[float]) -> float:
 
 
 def _earned(rows: Sequence[Row]) -> torch.Tensor:
-    """Return what each turn earned (`earned_by`), float64 [n]; zero without a response."""
+    """Return what each turn earned (`earned_in`), float64 [n]; zero without a response."""
     earned = torch.zeros(len(rows), dtype=torch.float64)
     for chain in chains_of(rows):
-        for i in chain:
-            penalty = rows[i].reward - rows[i].net_reward
-            earned[i] = earned_by(rows[i], last=i == chain[-1]) - penalty
+        for i, own in zip(chain, earned_in(rows, chain), strict=True):
+            earned[i] = own - (rows[i].reward - rows[i].net_reward)
     return earned
 
 

@@ -1,4 +1,4 @@
-"""The critic of one policy: its value function, GAE advantages, and value loss.
+"""The critic of one policy: its value function, GAE advantages, and value loss, of tokens or turns.
 
 The critic is a separate network: a copy of the policy's first weights with a scalar output layer.
 So the policy's gradient, gradient norm and optimizer state are the same as without a critic, and
@@ -32,7 +32,7 @@ from services.trainer.learning.samples import (
     TrainingBatch,
     by_token,
     chains_of,
-    earned_by,
+    earned_in,
     response_lengths,
 )
 from services.trainer.learning.sequences.attention import PACKED
@@ -112,9 +112,11 @@ class Critic:
     def estimate(self, rows: Sequence[Row], stop: threading.Event | None) -> TrainingBatch:
         """Compute values, advantages and returns of whole chains with the current weights.
 
-        The returned batch's rows have their advantages by token. In a gang every rank gets all
-        rows, computes its share and has the values of all. Raises `Stopped`.
+        The returned batch's rows have their advantages by token, unless values are of turns. In a
+        gang every rank gets all rows, computes its share and has the values of all. Raises
+        `Stopped`.
         """
+        given, rows = rows, self._states(rows)
         views, order = self._share(rows)
         dtype = self._module.get_output_embeddings().weight.dtype
         values = torch.zeros(sum(response_lengths(rows)), dtype=dtype, device=self._device)
@@ -132,10 +134,19 @@ class Critic:
         if self._ranks.size > 1:
             values = self._ranks.summed(values.cpu()).to(self._device)
         advantages = chained_advantages(
-            rows, values, gamma=self._spec.gamma, gae_lambda=self._spec.gae_lambda
+            rows,
+            values,
+            gamma=self._spec.gamma,
+            gae_lambda=self._spec.gae_lambda,
+            team=self._spec.episodes == "team",
         )
         returns = values + advantages.to(values.device, values.dtype)
-        return replace(by_token(rows, advantages), values=values, returns=returns)
+        if self._spec.values == "token":
+            return replace(by_token(given, advantages), values=values, returns=returns)
+        # A turn has one value, or none without a response.
+        parts = torch.split(advantages, response_lengths(rows))
+        of_turns = torch.stack([part.sum() for part in parts])
+        return TrainingBatch(given, of_turns, values, returns)
 
     def backward(self, batch: TrainingBatch, stop: threading.Event | None) -> str:
         """Add the gradient of the summed value loss of a batch that `estimate` returned.
@@ -145,7 +156,8 @@ class Critic:
         assert batch.values is not None, "the batch is an estimate of a critic"
         assert batch.returns is not None, "the batch is an estimate of a critic"
         clip = self._spec.value_clip
-        views, order = self._share(batch.rows)
+        rows = self._states(batch.rows)
+        views, order = self._share(rows)
         batches = self._pack(views, stop, True)
         found = []
         for packed in batches:
@@ -169,7 +181,7 @@ class Critic:
         for values, returns, old in found:
             self._statistics.add(values, returns, old, clip)
         # All ranks divide by the tokens of all.
-        self._tokens += sum(response_lengths(batch.rows))
+        self._tokens += sum(response_lengths(rows))
         return batches.problem
 
     def _pass(
@@ -188,6 +200,13 @@ class Critic:
     def _smallest_pass(self, instead: PackedBatch | None) -> None:
         """Take part in a pass of other ranks; `instead`: the batch that this one gave up."""
         torch.autograd.backward(self._values(one_token(self._device, instead)).sum() * 0.0)
+
+    def _states(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return `rows` with a response token for each state that has a value: with `values: turn`
+        only the first one, before which the prompt is the state."""
+        if self._spec.values == "token":
+            return rows
+        return [row if row.response_length < 2 else _first_token(row) for row in rows]
 
     def _share(self, rows: Sequence[Row]) -> tuple[list[Row], torch.Tensor]:
         """Return the input rows that this rank computes, and the positions of their response tokens
@@ -368,21 +387,42 @@ class ValueHead(torch.nn.Linear):
             return super().forward(hidden.to(self.weight.dtype))
 
 
+def _first_token(row: Row) -> Row:
+    """Return `row` with the first token of its response, which earns what the turn earned."""
+    size = row.prompt_length + 1
+    return replace(
+        row,
+        ids=row.ids[:size],
+        behaviour=row.behaviour[:1],
+        reference=None,
+        teacher=None,
+        old=None,
+        advantages=None,
+        penalty=None if row.penalty is None else row.penalty.sum(keepdims=True),
+        routes=None if row.routes is None else row.routes[: size - 1],
+    )
+
+
 def chained_advantages(
-    rows: Sequence[Row], values: torch.Tensor, *, gamma: float, gae_lambda: float
+    rows: Sequence[Row],
+    values: torch.Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    team: bool = False,
 ) -> torch.Tensor:
     """Return the GAE advantages of the rows' T response tokens, row after row: float64 [T] on the
     CPU.
 
     `values`: V(s_t), [T]. The turns of a chain (`troupe/algorithms/values.py`) are ordered by
-    `Row.turn`; a turn that is missing is left out of the chain.
+    `Row.turn`; a turn that is missing is left out of the chain. `team`: as in `chains_of`.
     """
     starts = np.cumsum([0, *response_lengths(rows)])
-    chains = chains_of(rows)
+    chains = chains_of(rows, team=team)
     rewards = torch.zeros(len(values), dtype=torch.float64)
     for chain in chains:
-        for i in chain:
-            rewards[starts[i + 1] - 1] = earned_by(rows[i], last=i == chain[-1])
+        for i, earned in zip(chain, earned_in(rows, chain), strict=True):
+            rewards[starts[i + 1] - 1] = earned
             if (penalty := rows[i].penalty) is not None:
                 rewards[starts[i] : starts[i + 1]] -= torch.from_numpy(penalty)
     ordered = [np.arange(starts[i], starts[i + 1]) for chain in chains for i in chain]

@@ -138,24 +138,43 @@ class TrainingBatch:
     returns: torch.Tensor | None = None
 
 
-def chains_of(rows: Sequence[Row]) -> list[list[int]]:
+def chains_of(rows: Sequence[Row], *, team: bool = False) -> list[list[int]]:
     """Return the positions of the rows of each chain (one agent's turns of a trajectory that follow
-    one another), in the order of turns; rows without a response are left out."""
+    one another), in the order of turns; rows without a response are left out.
+
+    `team`: the turns of all agents follow one another, but for chains that have a name.
+    """
+    names = [f"{row.agent}/{row.chain}" if row.chain else "" for row in rows]
     return chains(
         [row.trajectory for row in rows],
-        [row.agent for row in rows],
-        [row.chain for row in rows],
+        [""] * len(rows) if team else [row.agent for row in rows],
+        names if team else [row.chain for row in rows],
         [row.turn for row in rows],
         response_lengths(rows),
     )
 
 
-def earned_by(row: Row, *, last: bool) -> float:
-    """Return the reward that a turn earns, with its agent's if it is the `last` of its chain."""
-    if row.earned is not None:
-        return row.earned + (row.final or 0.0 if last else 0.0)
-    # Without separate rewards only `reward` is known: the turn's own, or else its agent's.
-    return row.reward if row.own_reward or last else 0.0
+def earned_in(rows: Sequence[Row], chain: Sequence[int]) -> list[float]:
+    """Return the rewards that the turns of a chain earn.
+
+    The last turn earns its agent's reward in addition; the mean of several agents' rewards.
+    """
+    finals: dict[str, float] = {}
+    earned = []
+    for i in chain:
+        row = rows[i]
+        # Without separate rewards only `reward` is known: the turn's own, or else its agent's.
+        known = row.earned is not None
+        own = row.earned if row.earned is not None else row.reward if row.own_reward else 0.0
+        earned.append(own)
+        if known:
+            if row.final is not None:
+                finals[row.agent] = row.final
+        else:
+            finals[row.agent] = 0.0 if row.own_reward else row.reward
+    if finals:
+        earned[-1] += sum(finals.values()) / len(finals)
+    return earned
 
 
 def content_key(row: Row) -> tuple[Any, ...]:

@@ -46,6 +46,7 @@ def _pipeline(mode: str) -> dict[str, Any]:
         ({"dual_clip": 1.1}, "sync", "is not above 1 \\+ clip_high"),
         ({"dual_clip": 3.0}, "async", "replaces the clip of loss"),
         ({"kl_in": "reward"}, "sync", "while kl_coefficient is 0"),
+        ({"advantage": "gae", "critic": {"episodes": "team"}}, "sync", "a policy of its own"),
         ({"epochs": 2}, "micro_batch", "algorithm.epochs: several updates need all samples"),
         ({"minibatches": 2}, "micro_batch", "algorithm.minibatches: several updates need all"),
         ({"epochs": 2}, "async", "choose `recomputed`"),

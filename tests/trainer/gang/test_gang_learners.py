@@ -34,7 +34,7 @@ __all__ = ["gangs"]
 CPU = torch.device("cpu")
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "max_grad_norm": 1e9}
 LORA = {"rank": 3, "alpha": 6}
-CRITIC = {"advantage": "gae", "critic": {"optimizer": OPTIMIZER, "value_clip": 0.2}}
+CRITIC: dict[str, Any] = {"advantage": "gae", "critic": {"optimizer": OPTIMIZER, "value_clip": 0.2}}
 
 
 def learning_spec(tokenizer: Path, *, lora: bool, critic: bool, **sections: Any) -> JobSpec:
@@ -74,6 +74,18 @@ def assert_same_step(gang: GangLearner, one: Learner, rows: list[Row], step: int
     for name, value in theirs.metrics.items():
         if name != "train/seconds":
             assert ours.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+@pytest.mark.slow
+def test_two_ranks_value_turns_as_one_device_does(tokenizer: Path, gangs: Gangs) -> None:
+    critic = {**CRITIC["critic"], "values": "turn", "episodes": "agent", "gamma": 0.9}
+    algorithm = {"advantage": "gae", "critic": critic}
+    spec = learning_spec(tokenizer, lora=False, critic=True, algorithm=algorithm)
+    gang, one = pair(gangs, spec)
+    for step in range(2):
+        assert_same_step(gang, one, step_rows(spec, step, groups=2), step)
+    assert_close(gang, one, 1e-7)
+    gang.release()
 
 
 @pytest.mark.parametrize(

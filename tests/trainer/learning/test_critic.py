@@ -331,3 +331,122 @@ def test_a_step_that_overflows_the_critic_is_refused(
     refused = learner.apply(0)
     assert (refused.applied, refused.moved) == (False, True)
     assert refused.reason == "the norm of the critic's weights is inf after the step"
+
+
+def _plain_gae(
+    rewards: list[float], values: list[float], gamma: float, lamda: float
+) -> list[float]:
+    """The sums of equation 16, one by one."""
+    following = [*values[1:], 0.0]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
+    return [
+        sum((gamma * lamda) ** k * delta for k, delta in enumerate(deltas[t:]))
+        for t in range(len(deltas))
+    ]
+
+
+def test_a_teams_turns_are_one_episode_with_the_mean_of_its_agents_rewards() -> None:
+    rows = [
+        _row("t", 3, 1, 0.0, agent="b", earned=0.5, final=4.0),
+        _row("t", 0, 1, 0.0, agent="a", earned=1.0, final=2.0),
+        _row("t", 1, 1, 0.0, agent="b", earned=0.0, final=4.0),
+        _row("t", 2, 1, 0.0, agent="a", earned=0.0, final=2.0),
+        # Candidates of one call are episodes of their own.
+        _row("t", 4, 1, 0.0, agent="a", chain="1#0", earned=7.0, final=2.0),
+    ]
+    values = torch.tensor([0.3, -0.2, 0.9, 0.4, 0.0])
+    got = chained_advantages(rows, values, gamma=0.9, gae_lambda=0.7, team=True)
+    expected = _plain_gae([1.0, 0.0, 0.0, 0.5 + 3.0], [-0.2, 0.9, 0.4, 0.3], 0.9, 0.7)
+    torch.testing.assert_close(
+        got[[1, 2, 3, 0, 4]],
+        torch.tensor([*expected, 9.0], dtype=torch.float64),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    # A reward of the agent that only `reward` tells.
+    known = [_row("t", 0, 1, 3.0, agent="a"), _row("t", 1, 1, 5.0, agent="b")]
+    got = chained_advantages(known, torch.zeros(2), gamma=1.0, gae_lambda=1.0, team=True)
+    assert got.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_values_of_turns_are_those_of_prompts_and_discounts_are_per_turn(
+    tokenizer: Path, penalised: bool
+) -> None:
+    spec = _spec(tokenizer, critic={"values": "turn", "gamma": 0.9, "gae_lambda": 0.6})
+    learner = _learner(spec)
+    critic = learner._critic
+    assert critic is not None
+    rows = [
+        replace(
+            row, trajectory=f"t{k // 3}", agent="solver", turn=k % 3, earned=float(k), final=2.0
+        )
+        for k, row in enumerate(_rows(learner))
+    ]
+    if penalised:
+        rows = [replace(r, penalty=np.full(r.response_length, 0.1)) for r in rows]
+    # A head that is not zero any more.
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        head = critic._module.get_output_embeddings()
+        head.weight.copy_(torch.randn(head.weight.shape, generator=draw))
+    batch = critic.estimate(rows, None)
+    assert batch.values is not None
+    for trajectory in dict.fromkeys(row.trajectory for row in rows):
+        mine = [i for i, row in enumerate(rows) if row.trajectory == trajectory]
+        values = []
+        for i in mine:
+            prompt = torch.from_numpy(rows[i].ids[: rows[i].prompt_length])
+            with torch.no_grad():
+                values.append(float(critic._module(prompt[None]).logits[0, -1, 0]))
+        rewards = [float(rows[i].earned or 0.0) for i in mine]
+        rewards[-1] += 2.0
+        if penalised:
+            rewards = [
+                r - 0.1 * rows[i].response_length for r, i in zip(rewards, mine, strict=True)
+            ]
+        expected = _plain_gae(rewards, values, 0.9, 0.6)
+        assert batch.advantages[mine].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        found = batch.values[mine].tolist()
+        assert found == pytest.approx(values, rel=1e-5, abs=1e-5)
+        assert batch.returns is not None
+        returns = [v + a for v, a in zip(values, expected, strict=True)]
+        assert batch.returns[mine].tolist() == pytest.approx(returns, rel=1e-5, abs=1e-5)
+    # The loss is a mean over turns, and the policy's tokens have the advantage of their turn.
+    assert critic.backward(batch, None) == ""
+    assert critic._tokens == len(rows)
+    assert all(row.advantages is None for row in batch.rows)
+
+
+def test_a_critic_of_turns_learns_what_a_team_will_earn(tokenizer: Path) -> None:
+    critic = {"values": "turn", "episodes": "team", "gae_lambda": 1.0}
+    agents = {"a": {"policy": "solver"}, "b": {"policy": "solver"}}
+    spec = make_spec(
+        tokenizer,
+        agents=agents,
+        algorithm={"advantage": "gae", "critic": {"optimizer": {"lr": 1e-2}, **critic}},
+        pipeline=SYNC,
+    )
+    assert spec.algorithm.grouping == "query"
+    learner = _learner(spec)
+    rows = _rows(learner, groups=3, members=6)
+    rows = [
+        replace(
+            row,
+            trajectory=f"t{k // 2}",
+            agent="ab"[k % 2],
+            turn=k % 2,
+            reward=float(rows[k // 2 * 2].ids[0] % 3),
+            group="q0/*",
+            group_rewards=(0.0,) * len(rows),
+        )
+        for k, row in enumerate(rows)
+    ]
+    found = []
+    for version in range(10):
+        learner.accumulate(rows[: len(rows) // 2])
+        learner.accumulate(rows[len(rows) // 2 :])
+        found.append(learner.apply(version).metrics)
+    assert found[0]["advantage/abs_mean"] == pytest.approx(np.mean([r.reward for r in rows]))
+    assert found[-1]["critic/explained_variance"] > 0.5
+    assert found[-1]["advantage/abs_mean"] < 0.6 * found[0]["advantage/abs_mean"]

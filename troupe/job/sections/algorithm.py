@@ -43,8 +43,17 @@ class CriticSpec(Section):
     least two agents with one tokenizer."""
     context_tokens: Tokens = 1024
     """`observes: team`: number of tokens of the other agents that are used, the last ones."""
+    episodes: Literal["agent", "team"] = "agent"
+    """Whose turns follow one another. `agent`: each agent's turns of a trajectory are an episode.
+    `team`: the turns of all agents that share the policy are one episode, in the order in which
+    they began, which one value function predicts; its last turn earns the mean of the agents'
+    rewards."""
+    values: Literal["token", "turn"] = "token"
+    """`token`: a value before each token. `turn`: one value before each turn, of its prompt alone;
+    all tokens of a turn have its advantage, `gamma` and `gae_lambda` are per turn, and the critic
+    reads no responses."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount per token, or per turn with `values: turn`."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Lambda of generalized advantage estimation (Schulman et al. 2016, equation 16): 1 uses
     rewards only, 0 the one-step value estimate."""
@@ -256,6 +265,12 @@ class AlgorithmSpec(Section):
     def kl_loss(self) -> float:
         """Weight of the divergence from the first version in the loss."""
         return self.kl_coefficient if self.kl_in == "loss" else 0.0
+
+    @property
+    def grouping(self) -> Literal["agent", "turn", "branch", "query"]:
+        """`group_by`, or what contains the episodes of the critic in force."""
+        critic = self.value_function
+        return "query" if critic and critic.episodes == "team" else self.group_by
 
     @property
     def learns_without_advantages(self) -> bool:

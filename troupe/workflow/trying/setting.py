@@ -65,7 +65,7 @@ class Setting:
     @property
     def group_by(self) -> GroupBy:
         """Which samples share a baseline."""
-        return self.spec.algorithm.group_by if self.spec else "agent"
+        return self.spec.algorithm.grouping if self.spec else "agent"
 
     @property
     def own_groups(self) -> bool:
