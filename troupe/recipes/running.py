@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from troupe.job import JobSpec
 from troupe.recipes.page import write_page
 from troupe.recipes.recipe import Recipe, Run, SeedRuns
 from troupe.recipes.results import RESULTS, Results, commit_of, digest_of
-from troupe.rpc.errors import AlreadyExists
+from troupe.rpc.errors import AlreadyExists, DeadlineExceeded
 
 # The longest that one arm may take: what a recipe has for a whole seed on two free cores, and as
 # much again for a machine that others use.
@@ -56,7 +57,8 @@ async def run(
     """Run all arms with each of `seeds` that `out` lacks; write results and page after each seed.
 
     `root`: the folder that contains `examples`, whose modules are sent with the jobs; `models`: a
-    directory for the first models. Raises `JobFailed`, `DeadlineExceeded`, and what `begun` raises.
+    directory for the first models. A job that is interrupted is cancelled. Raises `JobFailed`,
+    `DeadlineExceeded`, and what `begun` raises.
     """
     results = begun(recipe, out, quick=quick)
     commit = commit_of(root)  # now: files may change while the jobs run
@@ -64,12 +66,13 @@ async def run(
         if results is not None and seed in {one.seed for one in results.seeds}:
             tell(f"{recipe.name}: seed {seed} has run already")
             continue
-        model = recipe.model(models / f"{recipe.name}-{seed}", seed)
-        figures = recipe.computed(seed, quick=quick)
+        # In a thread: they compute for a minute, and the client's calls go on.
+        model = await asyncio.to_thread(recipe.model, models / f"{recipe.name}-{seed}", seed)
+        figures = await asyncio.to_thread(recipe.computed, seed, quick=quick)
         runs = {}
         for arm in recipe.arms:
             spec = with_sources(recipe, recipe.job(arm, model, seed, quick=quick), root)
-            runs[arm] = await _run(recipe, client, arm, seed, spec)
+            runs[arm] = await run_arm(recipe, client, arm, seed, spec)
             said = f"{recipe.curve} {runs[arm].end():.3f}"
             tell(f"{recipe.name}: seed {seed}, {arm}: {said}, {runs[arm].seconds:.0f} s")
         if results is None:
@@ -92,11 +95,18 @@ def with_sources(recipe: Recipe, spec: JobSpec, root: Path) -> JobSpec:
     return JobSpec.model_validate(spec.model_dump(exclude_unset=True) | {"code": code})
 
 
-async def _run(recipe: Recipe, client: AsyncClient, arm: str, seed: int, spec: JobSpec) -> Run:
+async def run_arm(recipe: Recipe, client: AsyncClient, arm: str, seed: int, spec: JobSpec) -> Run:
+    """Run one job to its end and measure it; cancel it at its deadline, or if this is
+    interrupted."""
     began = time.monotonic()
     named = spec.model_copy(update={"name": f"{recipe.name}-{arm}-{seed}"})
     handle = await client.submit(named, tags=[f"papers/{recipe.name}", f"seed-{seed}"])
-    await handle.result(timeout=_JOB_SECONDS)
+    try:
+        await handle.result(timeout=_JOB_SECONDS)
+    except (asyncio.CancelledError, DeadlineExceeded):
+        # Else it would go on when the cluster starts again, beside the jobs of the next run.
+        await handle.cancel("the recipe was interrupted")
+        raise
     found = await recipe.measured(handle, arm)
     return replace(found, seconds=time.monotonic() - began, job=handle.id)
 
