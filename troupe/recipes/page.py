@@ -77,8 +77,7 @@ def section(recipe: Recipe, results: Results) -> str:
         f"![{escape(recipe.curve)}]({PICTURE})",
         "",
         f"Seeds {_numbers(seeds)}; commit {', '.join(commits)}, `+` for uncommitted changes. Means "
-        "with Student's 95 % interval over seeds. Other work ran on the machine at the same time, "
-        "which seconds show.",
+        "with Student's 95 % interval over seeds.",
         "",
     ]
     return "\n".join(lines)
