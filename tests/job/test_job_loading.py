@@ -224,7 +224,7 @@ def test_two_policies_cannot_share_a_server() -> None:
     spec["agents"]["second"] = {"policy": "other"}
     for name, url in (("solver", "http://gpu-1:3000"), ("other", "http://gpu-1:3000/")):
         spec["policies"][name]["engine"] = {"kind": "sglang", "urls": [url]}
-    assert "already; a server holds one policy's weights" in fault(yaml.safe_dump(spec))
+    assert "already; a server has one policy's weights" in fault(yaml.safe_dump(spec))
     spec["policies"]["other"]["engine"]["urls"] = ["http://gpu-1:3001"]
     assert parse_job(yaml.safe_dump(spec)).policies["other"].engine.update == "auto"
 

@@ -160,13 +160,6 @@ class JobFields(Section):
             return [1]
         return [] if best is None else [one.every for one in self.evaluation_sets.values()]
 
-    @property
-    def balances(self) -> bool:
-        """Whether engines move between policies."""
-        if self.balancing.inter is not None:
-            return self.balancing.inter
-        return self.balancing.possible(self.policies)
-
     def alpha_of(self, policy: str) -> int:
         """Return the staleness bound of a policy: 0 in the on-policy modes."""
         if self.pipeline.mode != "async":

@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 from pydantic import field_validator, model_validator
 
 from troupe.contracts import metric_names
+from troupe.job.engines.sharing import check_sharing, shared_policies
 from troupe.job.fields import JobFields
 from troupe.job.metrics import evaluation_of_metric, evaluation_prefix, metric_problem
 from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
@@ -19,7 +20,6 @@ from troupe.job.sections.agents import (
 from troupe.job.sections.algorithm import AlgorithmSpec
 from troupe.job.sections.balancing import BalancingSpec
 from troupe.job.sections.data import TasksSpec
-from troupe.job.sections.policy import server_of
 from troupe.job.sections.population import Pools
 from troupe.job.sections.run import EvaluationSetSpec
 from troupe.rpc.errors import NotFound
@@ -105,14 +105,6 @@ class JobSpec(JobFields):
                     raise ValueError(f"'{name}': names are lower-case letters, digits, '-' and '_'")
         _check_networks(self)
         _check_roles(self)
-        holders: dict[str, str] = {}
-        for name, policy in self.policies.items():
-            for url in policy.engine.urls:
-                if (other := holders.setdefault(server_of(url), name)) != name:
-                    raise ValueError(
-                        f"policies.{name}.engine.urls: {url} serves policy '{other}' already; "
-                        "a server holds one policy's weights"
-                    )
         return self
 
     @model_validator(mode="after")
@@ -135,6 +127,12 @@ class JobSpec(JobFields):
                 _check_network_pools(self, pools)
             # Added to the job, so that they are served like other policies.
             self.policies.update(pools.added(self.population, own))
+        return self
+
+    @model_validator(mode="after")
+    def _sharing(self) -> Self:
+        if not self._dangling:
+            check_sharing(self)
         return self
 
     @model_validator(mode="after")
@@ -516,7 +514,7 @@ class JobSpec(JobFields):
                     f"{field}: several devices add in another order and round differently; use 1 "
                     "with `pipeline.deterministic`"
                 )
-        self.balancing.check(self.policies)
+        self.balancing.check(self.policies, shared_policies(self))
         for name, policy in self.policies.items():
             if policy.lora is None:
                 continue
@@ -551,6 +549,13 @@ class JobSpec(JobFields):
                         + ", ".join(sorted(classes))
                     )
         return self
+
+    @property
+    def balances(self) -> bool:
+        """Whether engines move between policies."""
+        if self.balancing.inter is not None:
+            return self.balancing.inter
+        return self.balancing.possible(self.policies, shared_policies(self))
 
     @property
     def _dangling(self) -> bool:

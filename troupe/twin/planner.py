@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 from troupe.devices import Device
 from troupe.job import JobSpec
+from troupe.job.engines.sharing import shared_policies
 from troupe.job.sizing import SOLD, read_shape
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.balancing import BalancingRules, Pair
@@ -562,9 +563,10 @@ def _balancing(spec: JobSpec, split: ClusterSplit) -> tuple[BalancingRules | Non
             update={"engine": policy.engine.model_copy(update=fields)}
         )
     moves = section.inter is not False and section.measure == "turns"
-    if not (moves and section.possible(policies)):
+    shared = shared_policies(spec)
+    if not (moves and section.possible(policies, shared)):
         return None, frozenset()
-    return section.rules, section.barred(policies)
+    return section.rules, section.barred(policies, shared)
 
 
 def _unmodelled(spec: JobSpec) -> list[str]:

@@ -1470,6 +1470,8 @@ class EngineStatus(_message.Message):
     UPDATE_EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
     UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
     UPDATE_FALLBACKS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    LIVE_VERSIONS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -1501,6 +1503,16 @@ class EngineStatus(_message.Message):
     """Updates since its start that were to come from the trainer's devices, and came from host
     memory.
     """
+    host: _builtins.str
+    """What the engine stands on, if it serves several policies of the job over one base: a server or
+    embedded model that has one engine per policy. Empty: the engine is alone.
+    """
+    @_builtins.property
+    def live_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The policy's versions that are loaded: the one that serves, and older ones that turns have not
+        ended with. Empty: only `version`.
+        """
+
     def __init__(
         self,
         *,
@@ -1525,10 +1537,12 @@ class EngineStatus(_message.Message):
         update_exposed_seconds: _builtins.float = ...,
         update_seconds: _builtins.float = ...,
         update_fallbacks: _builtins.int = ...,
+        host: _builtins.str = ...,
+        live_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "checksum", b"checksum", "decode_tokens_per_second", b"decode_tokens_per_second", "device_class", b"device_class", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "job_id", b"job_id", "kind", b"kind", "message", b"message", "policy", b"policy", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_per_second", b"tokens_per_second", "update_exposed_seconds", b"update_exposed_seconds", "update_fallbacks", b"update_fallbacks", "update_seconds", b"update_seconds", "update_way", b"update_way", "version", b"version", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "checksum", b"checksum", "decode_tokens_per_second", b"decode_tokens_per_second", "device_class", b"device_class", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "host", b"host", "job_id", b"job_id", "kind", b"kind", "live_versions", b"live_versions", "message", b"message", "policy", b"policy", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_per_second", b"tokens_per_second", "update_exposed_seconds", b"update_exposed_seconds", "update_fallbacks", b"update_fallbacks", "update_seconds", b"update_seconds", "update_way", b"update_way", "version", b"version", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

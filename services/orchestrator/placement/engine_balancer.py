@@ -18,6 +18,7 @@ from services.orchestrator.context import JobContext
 from services.orchestrator.errors import cancel_all
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.contracts import kinds
+from troupe.job.engines.sharing import shared_policies
 from troupe.rpc import TroupeError, new_id
 from troupe.scheduling import balancing
 from troupe.v1 import common_pb2 as common_pb
@@ -56,7 +57,7 @@ class Balancer:
         self._republish = republish
         section = job.spec.balancing
         self._section, self._rules = section, section.rules
-        self._barred = section.barred(job.spec.policies)
+        self._barred = section.barred(job.spec.policies, shared_policies(job.spec))
         # A worker answers when the engine serves its new policy, or its old one after a failure.
         self._seconds = section.drain_seconds + 2 * start_seconds
         self._pools: dict[WorkerHandle, _Pool] = {}

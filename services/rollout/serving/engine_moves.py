@@ -19,6 +19,7 @@ from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.supervision import EngineKeeper
 from troupe.contracts import kinds
 from troupe.job import JobSpec
+from troupe.job.engines.sharing import shared_policies
 from troupe.job.sections.balancing import exchange
 from troupe.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from troupe.v1 import common_pb2 as common_pb
@@ -42,6 +43,7 @@ class EngineMoves:
         without starting it."""
         self._spec = spec
         self._policies = policies
+        self._shared = shared_policies(spec)
         self._remake = remake
         self._running: dict[str, tuple[str, asyncio.Task[rollout_pb.MoveEngineResponse]]] = {}
         self._closed = False
@@ -109,8 +111,18 @@ class EngineMoves:
     def _check(self, engine_id: str, source: ServedPolicy, target: ServedPolicy) -> None:
         if self._closed:
             raise FailedPrecondition("the job is being released", kind=kinds.JOB_RELEASED)
+        for name in (source.name, target.name):
+            if name in self._shared:
+                raise FailedPrecondition(
+                    f"engines of policy '{name}' serve the policies that it shares them with, and "
+                    "stay with them",
+                    kind="engine_shared",
+                    field="policy",
+                    value=target.name,
+                    remedy=f"Set policies.{name}.engine.share to `never` in the next job.",
+                )
         balancing = self._spec.balancing
-        if (source.name, target.name) in balancing.barred(self._spec.policies):
+        if (source.name, target.name) in balancing.barred(self._spec.policies, self._shared):
             raise FailedPrecondition(
                 f"an engine of policy '{source.name}' cannot serve '{target.name}': their models "
                 "or engine settings differ",

@@ -6,7 +6,7 @@ and editors show it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -17,7 +17,7 @@ from troupe.scheduling.balancing import BalancingRules
 
 Exchange = Literal["in_place", "rebuild", "never"]
 # Engine settings in which two policies may differ although an engine can serve both.
-_OWN = {"replicas", "urls", "start_timeout_seconds"}
+_OWN = {"replicas", "urls", "share", "start_timeout_seconds"}
 _THRESHOLDS = {"turns": 5.0, "tokens": 4096.0}
 _HYSTERESIS = 0.2
 
@@ -80,8 +80,11 @@ class BalancingSpec(Section):
         """Return the number of engines that a policy keeps on each rollout worker."""
         return self.minimum.get(policy, 1)
 
-    def barred(self, policies: Mapping[str, PolicySpec]) -> frozenset[tuple[str, str]]:
-        """Return the pairs of policies (source, target) between which no engine moves."""
+    def barred(
+        self, policies: Mapping[str, PolicySpec], shared: Collection[str]
+    ) -> frozenset[tuple[str, str]]:
+        """Return the pairs of policies (source, target) between which no engine moves. `shared`:
+        policies whose engines serve several of them."""
         good = ("in_place", "rebuild") if self.rebuild else ("in_place",)
         # Hundreds of policies have only a few kinds; each pair of kinds is compared once.
         kinds: dict[str, PolicySpec] = {}
@@ -98,20 +101,22 @@ class BalancingSpec(Section):
             (source, target)
             for source, one in kind_of.items()
             for target, other in kind_of.items()
-            if source != target and not exchanged[one, other]
+            if source != target
+            and (source in shared or target in shared or not exchanged[one, other])
         )
 
-    def possible(self, policies: Mapping[str, PolicySpec]) -> bool:
-        """Return whether any engine can ever move."""
-        barred = self.barred(policies)
+    def possible(self, policies: Mapping[str, PolicySpec], shared: Collection[str]) -> bool:
+        """Return whether any engine can ever move; arguments as of `barred`."""
+        barred = self.barred(policies, shared)
         return any(
             engine_count(spec) > self.minimum_of(source)
             and any(source != target and (source, target) not in barred for target in policies)
             for source, spec in policies.items()
         )
 
-    def check(self, policies: Mapping[str, PolicySpec]) -> None:
-        """Raise ValueError that names the field if settings do not match these policies."""
+    def check(self, policies: Mapping[str, PolicySpec], shared: Collection[str]) -> None:
+        """Raise ValueError that names the field if settings do not match these policies; arguments
+        as of `barred`."""
         for name, count in self.minimum.items():
             if name not in policies:
                 known = ", ".join(sorted(policies))
@@ -122,7 +127,7 @@ class BalancingSpec(Section):
                     f"balancing.minimum.{name}: {count} is not between 1 and the {engines} engines "
                     "that the policy begins with"
                 )
-        if not self.inter or self.possible(policies) or _any_open(policies):
+        if not self.inter or self.possible(policies, shared) or _any_open(policies, shared):
             return
         if len(policies) < 2:
             raise ValueError("balancing.inter: there is one policy only; remove it")
@@ -130,6 +135,11 @@ class BalancingSpec(Section):
             raise ValueError(
                 "balancing.inter: no policy has more engines than it keeps; raise "
                 "policies.*.engine.replicas, or lower balancing.minimum"
+            )
+        if len(shared) == len(policies):
+            raise ValueError(
+                "balancing.inter: all policies share engines, which never move; leave it out, or "
+                "set `engine.share` of some to `never`"
             )
         raise ValueError(
             "balancing.inter: no engine can serve another policy, since models or engine settings "
@@ -150,9 +160,11 @@ def _most_engines(policy: PolicySpec) -> int:
     return MAX_ENGINES if policy.engine.replicas == "auto" else engine_count(policy)
 
 
-def _any_open(policies: Mapping[str, PolicySpec]) -> bool:
-    """Whether the number of engines is yet to be decided for some policy among several."""
-    return len(policies) > 1 and any(p.engine.replicas == "auto" for p in policies.values())
+def _any_open(policies: Mapping[str, PolicySpec], shared: Collection[str]) -> bool:
+    """Whether the number of engines is yet to be decided for some policy among several that may
+    give engines to each other."""
+    own = [policy for name, policy in policies.items() if name not in shared]
+    return len(own) > 1 and any(policy.engine.replicas == "auto" for policy in own)
 
 
 def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:

@@ -18,6 +18,7 @@ from troupe.job.section import (
     MAX_COEFFICIENT,
     MAX_ENGINES,
     MAX_TOKENS,
+    NAME,
     Norm,
     Rate,
     Seconds,
@@ -345,6 +346,11 @@ class EngineSpec(Section):
     at once with the keys and values of the old weights; later turns read their prompts with the new
     ones. Only in mode `async`, whose correction accounts for the weights that the engine sampled
     with (docs/engines.md)."""
+    share: str = Field(default="auto", pattern=NAME)
+    """Whether engines serve further policies over the same base, which they then load once
+    (docs/engines.md). `auto`: with all policies that have the same `model` and `engine`, and that
+    have `lora` or are frozen; none with `balancing.inter: true`. `never`: with none. Another word:
+    with the policies that give the same word; an error where these cannot share engines."""
     start_timeout_seconds: Seconds = 600
     """Time limit of the start of an engine."""
 

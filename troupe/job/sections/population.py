@@ -380,6 +380,8 @@ class Pools:
                     engine = population.engine
                     changes = {"urls": urls[:share], "replicas": engine.replicas or count}
                     urls = urls[share:]
+                if model.network is None:  # a slot serves weights of several policies in turn
+                    changes["share"] = "never"
                 own = EngineSpec.model_validate(engine.model_dump() | changes)
                 found[name] = model.model_copy(update={"trainable": False, "engine": own})
         return found
@@ -415,6 +417,11 @@ class Pools:
         if population.algorithm == "league" and "main" not in kinds:
             raise ValueError("population.learners: a league has at least one `main` agent")
         engine = population.engine
+        if engine is not None and engine.share not in ("auto", "never"):
+            raise ValueError(
+                f"population.engine.share: is '{engine.share}', but slots serve weights of several "
+                "policies in turn and share no engines; leave it out"
+            )
         if engine is None:
             for name in self.learners:
                 if policies[name].engine.urls and policies[name].simulated is None:
