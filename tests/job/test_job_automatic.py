@@ -251,3 +251,33 @@ def test_sleeping_servers_count_where_engines_and_trainers_take_turns() -> None:
         for one in (turns, split)
     ]
     assert needed[0] - needed[1] == SLEEPING_SERVER_BYTES
+
+
+ADAPTED: dict[str, Any] = {**SERVED, "lora": {"rank": 4}}
+
+
+def test_policies_that_share_engines_take_their_devices_once() -> None:
+    spec = job(solver=dict(ADAPTED), critic=dict(ADAPTED), judge={**SERVED, "trainable": False})
+    found = decide(spec, trainers(1, 1, engines=4), shapes_of(spec))
+    for name in spec.policies:
+        field = f"policies.{name}.engine.replicas"
+        assert found.values[field] == 4
+        assert found.sources[field].endswith("shared by solver, critic, judge")
+    assert found.engines_used == 4
+    assert not any("stay idle" in note and "rollout" in note for note in found.notes)
+
+
+def test_shared_engines_get_devices_for_the_work_of_all_their_policies() -> None:
+    apart = {"engine": {"kind": "sglang", "share": "never"}, "lora": {"rank": 4}}
+    spec = job(a=dict(ADAPTED), b=dict(ADAPTED), c=dict(ADAPTED), d=apart)
+    found = numbers(spec, trainers(1, engines=8))
+    engines = {name: found[f"{name}.engine.replicas"] for name in spec.policies}
+    assert engines == {"a": 6, "b": 6, "c": 6, "d": 2}
+
+
+def test_the_devices_that_shared_engines_lack_are_counted_once() -> None:
+    tall = {"engine": {"kind": "sglang", "tensor_parallel": 4}, "lora": {"rank": 4}}
+    spec = job(a=dict(tall), b=dict(tall))
+    assert not decide(spec, trainers(2, engines=4), {}).notes
+    (note,) = decide(spec, trainers(2, engines=2), {}).notes
+    assert "its engines need 4 devices, and a rollout worker has 2" in note

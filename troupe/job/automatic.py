@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Final
 
+from troupe.job.engines.sharing import engine_groups, followers
 from troupe.job.sections.balancing import engine_count
 from troupe.job.sections.policy import PolicySpec
 from troupe.job.sizing import SOLD, setup_of
@@ -106,6 +107,11 @@ def decide(spec: JobSpec, devices: JobDevices, shapes: Mapping[str, ModelShape |
             sources[field] = f"{AUTOMATIC}one, because of `pipeline.deterministic`"
         elif least > 1:
             sources[field] += f"; at least {least} by the memory model"
+    for group in engine_groups(spec):
+        of_group = ", shared by " + ", ".join(group.policies) if devices.engines else ""
+        for field in (f"policies.{name}.engine.replicas" for name in group.policies):
+            if field in sources:
+                sources[field] += of_group
     decided = with_values(spec, values)
     engines = sum(devices_of_engines(decided).values())
     trainers = _trained_at_once(decided, devices)
@@ -156,23 +162,32 @@ def launched_policies(spec: JobSpec) -> dict[str, PolicySpec]:
 
 
 def devices_of_engines(spec: JobSpec) -> dict[str, int]:
-    """Return the devices of each rollout worker that launched servers take, by policy."""
+    """Return the devices of each rollout worker that launched servers take, by policy; of policies
+    that share them, under the first."""
+    launched, behind = launched_policies(spec), followers(spec)
     return {
         name: engine_count(one) * one.engine.tensor_parallel
-        for name, one in launched_policies(spec).items()
+        for name, one in launched.items()
+        if name not in behind
     }
 
 
 def _engines(spec: JobSpec, devices: int, work: Mapping[str, float]) -> dict[str, int]:
     """Return the engines of the policies with `replicas: auto`."""
-    taken = devices_of_engines(spec)
+    taken, behind = devices_of_engines(spec), followers(spec)
     auto = {name: one for name, one in spec.policies.items() if one.engine.replicas == "auto"}
     fixed = sum(count for name, count in taken.items() if name not in auto)
     least = {name: spec.balancing.minimum_of(name) for name in auto}
     widths = {name: one.engine.tensor_parallel for name, one in auto.items() if name in taken}
-    found = fill_engines(widths, work, devices - fixed, least)
+    # Engines that policies share do the work of all of them.
+    total = dict(work)
+    for name, first in behind.items():
+        total[first] += work[name]
+        least[first] = max(least.get(first, 1), least.get(name, 1))
+    found = fill_engines(widths, total, devices - fixed, least)
     # With too few devices the job is refused with the smallest numbers in the message.
-    return {name: found.get(name, max(1, least[name])) for name in auto}
+    own = {name: found.get(name, max(1, least[name])) for name in auto if name not in behind}
+    return {name: own[behind.get(name, name)] for name in auto}
 
 
 def _gangs(
@@ -268,7 +283,9 @@ def _notes(spec: JobSpec, devices: JobDevices, engines: int, trainers: int) -> I
             "(pipeline.colocate)"
         )
     if launched and devices.engines > engines:
-        numbers = ", ".join(f"{name} {engine_count(one)}" for name, one in launched.items())
+        behind = followers(spec)
+        own = {name: one for name, one in launched.items() if name not in behind}
+        numbers = ", ".join(f"{name} {engine_count(one)}" for name, one in own.items())
         yield (
             f"{devices.engines - engines} of {_devices(devices.engines)} of a rollout worker stay "
             f"idle (engines: {numbers}); set policies.*.engine.replicas to `auto`, or give more "

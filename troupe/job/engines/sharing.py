@@ -56,6 +56,12 @@ def shared_policies(spec: JobFields) -> frozenset[str]:
     return frozenset(name for group in engine_groups(spec) for name in group.policies)
 
 
+def followers(spec: JobFields) -> dict[str, str]:
+    """Return, by policy, the first of its group, for all others of groups: engines of these are
+    counted once, with the first."""
+    return {name: group.policies[0] for group in engine_groups(spec) for name in group.policies[1:]}
+
+
 def check_sharing(spec: JobFields) -> None:
     """Raise ValueError that names the field of a policy that cannot be in the group that it names,
     or whose server another policy has, too."""
