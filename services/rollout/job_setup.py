@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
 from services.chassis.model_files import ModelFiles
 from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.hosts import EngineHost
 from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.garbage import exempt_new
 from services.rollout.prepared_job import PreparedJob
@@ -23,6 +23,7 @@ from services.rollout.workflow_program import WorkflowProgram
 from troupe.functions.shipped import open_shipped, using
 from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job_in_thread
+from troupe.job.engines.sharing import engine_groups
 from troupe.job.sections.balancing import engine_count
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.defaults import CPU, defaults_of, described_device
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Makes an engine: (engine_id, policy_name, policy_spec, *, replica, deterministic).
-EngineFactory = Callable[..., ServingEngine]
+# Makes what engines stand on: (host_id, specs by policy, *, replica, deterministic,
+# routed_experts).
+HostFactory = Callable[..., EngineHost]
 
 
 def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
@@ -126,7 +128,7 @@ class Preparation:
         transfer: Transfer,
         rewards: RewardAsyncStub,
         worker_id: str,
-        make_engine: EngineFactory,
+        make_host: HostFactory,
         device: DeviceSpeed,
         threads: int,
         models: ModelFiles,
@@ -143,7 +145,7 @@ class Preparation:
         self._transfer = transfer
         self._rewards = rewards
         self._worker_id = worker_id
-        self._make_engine = make_engine
+        self._make_host = make_host
         self._device = device
         self._threads = threads
         self._models = models
@@ -282,7 +284,8 @@ class Preparation:
         """Return what the job's trajectories run. Raises `InvalidArgument` naming the field at
         fault."""
         if spec.environment is None:
-            return await WorkflowProgram.open(spec, partial(self._engine, spec))
+            hosts = JobHosts(spec, self._worker_id, self._make_host, self._device)
+            return await WorkflowProgram.open(spec, hosts.engine)
         return await asyncio.to_thread(_open_environment, spec, self._threads)
 
     def _engines(self, job_id: str, name: str, program: JobProgram) -> list[ServingEngine]:
@@ -291,20 +294,47 @@ class Preparation:
             for number in range(engine_count(program.spec.policies[name]))
         ]
 
-    def _engine(self, spec: JobSpec, engine_id: str, name: str) -> ServingEngine:
-        """Return an engine of a language model."""
-        *_, first, number = engine_id.removesuffix(f"@{self._worker_id}").split(".")
-        engine = self._make_engine(
-            engine_id,
-            name,
-            spec.policies[name],
-            replica=int(number),
-            deterministic=spec.pipeline.deterministic,
-            routed_experts=spec.algorithm.router_replay and spec.policies[name].trainable,
-        )
+
+class JobHosts:
+    """What the engines of one job's language models stand on here."""
+
+    def __init__(
+        self, spec: JobSpec, worker_id: str, make: HostFactory, device: DeviceSpeed
+    ) -> None:
+        """`device`: of engines here, if the job does not name one."""
+        self._spec, self._worker_id = spec, worker_id
+        self._make = make
+        self._device = device
+        self._groups = {name: one for one in engine_groups(spec) for name in one.policies}
+        # Hosts of groups, by their ids.
+        self._shared: dict[str, EngineHost] = {}
+
+    def engine(self, engine_id: str, name: str) -> ServingEngine:
+        """Return an engine for a policy, not started."""
+        job, first, number = engine_id.removesuffix(f"@{self._worker_id}").rsplit(".", 2)
+        if (group := self._groups.get(name)) is None:
+            host = self._host(engine_id, [name], int(number))
+        else:
+            host_id = engine_id_of(job, group.name, int(number), self._worker_id)
+            if host_id not in self._shared:
+                self._shared[host_id] = self._host(host_id, group.policies, int(number))
+            host = self._shared[host_id]
+        engine: ServingEngine = host.engine(engine_id, name)
         # It stays on its device, which its first policy determined.
-        engine.device = devices_of(spec.policies[first], self._device)[int(number)]
+        engine.device = devices_of(self._spec.policies[first], self._device)[int(number)]
         return engine
+
+    def _host(self, host_id: str, names: Sequence[str], number: int) -> EngineHost:
+        spec = self._spec
+        specs = {name: spec.policies[name] for name in names}
+        trained = any(policy.trainable for policy in specs.values())
+        return self._make(
+            host_id,
+            specs,
+            replica=number,
+            deterministic=spec.pipeline.deterministic,
+            routed_experts=spec.algorithm.router_replay and trained,
+        )
 
 
 def engine_id_of(job_id: str, policy: str, number: int, worker_id: str) -> str:

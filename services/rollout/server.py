@@ -18,11 +18,11 @@ from services.chassis.heartbeat import Heartbeat, given_devices
 from services.chassis.model_files import ModelFiles, ModelServer
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
-from services.rollout.engines.factory import make_engine
+from services.rollout.engines.factory import make_host
 from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.garbage import collect_seldom
-from services.rollout.job_setup import EngineFactory, Preparation, parse_spec, share_servers
+from services.rollout.job_setup import HostFactory, Preparation, parse_spec, share_servers
 from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.prepared_job import PreparedJob
@@ -75,9 +75,9 @@ class RolloutService(rollout_grpc.RolloutServicer):
     name = "troupe.v1.Rollout"
 
     def __init__(
-        self, settings: RolloutSettings, telemetry: Telemetry, *, make: EngineFactory | None = None
+        self, settings: RolloutSettings, telemetry: Telemetry, *, make: HostFactory | None = None
     ) -> None:
-        """Assemble the service. `make` makes engines; by default those of
+        """Assemble the service. `make` makes the hosts of engines; by default those of
         `services.rollout.engines`."""
         self._worker_id = settings.worker_id
         client = settings.client(retry=_STORE_RETRY)
@@ -93,7 +93,7 @@ class RolloutService(rollout_grpc.RolloutServicer):
             settings.worker_id,
             make
             or partial(
-                make_engine,
+                make_host,
                 threads=settings.threads,
                 trace_dir=settings.simulated_trace_dir,
                 devices=self._devices,

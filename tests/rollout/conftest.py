@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from services.rollout import job_setup, jobs
-from services.rollout.engines.factory import make_engine
-from services.rollout.job_setup import EngineFactory
 from services.rollout.serving import supervision
 from tests.rollout import plays, worlds
-from tests.rollout.house import House, open_house
+from tests.rollout.house import House, MakeEngine, open_house
 from tests.rollout.processes import ServiceProcess
 
 
@@ -54,14 +52,14 @@ def _settling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def workshop() -> EngineFactory:
-    """The factory of `house`'s engines."""
-    return make_engine
+def workshop() -> MakeEngine | None:
+    """The factory of `house`'s engines; None: that of the service."""
+    return None
 
 
 @pytest.fixture
 async def house(
-    tmp_path: Path, store_process: ServiceProcess, workshop: EngineFactory
+    tmp_path: Path, store_process: ServiceProcess, workshop: MakeEngine | None
 ) -> AsyncIterator[House]:
     """A rollout service with an experience store, and plays that have not begun."""
     plays.RELEASED = asyncio.Event()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,8 +15,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.chassis.app import serve
-from services.rollout.engines.factory import make_engine
-from services.rollout.job_setup import EngineFactory
+from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.factory import make_host
+from services.rollout.engines.hosts import EngineHost
+from services.rollout.job_setup import HostFactory
 from services.rollout.server import RolloutService
 from services.rollout.settings import RolloutSettings
 from tests.support.waiting import PATIENCE
@@ -249,6 +251,16 @@ def evaluation(count: int = 1, index: int = 0, seed: int = 0) -> list[rollout_pb
     ]
 
 
+MakeEngine = Callable[..., ServingEngine]
+
+
+def hosts_of(make: MakeEngine | None) -> HostFactory:
+    """Makes hosts whose engines `make` makes."""
+    if make is None:
+        return make_host
+    return lambda host_id, specs, **options: EngineHost(host_id, specs, make, **options)
+
+
 @asynccontextmanager
 async def open_house(
     directory: Path,
@@ -256,10 +268,11 @@ async def open_house(
     store: str = NOBODY,
     reward: str = NOBODY,
     orchestrator: str = NOBODY,
-    make: EngineFactory = make_engine,
+    make: MakeEngine | None = None,
     blocked_seconds: float = 3.0,
 ) -> AsyncIterator[House]:
-    """Serve rollout with neighbours at these addresses."""
+    """Serve rollout with neighbours at these addresses. `make`: makes engines instead of
+    `services.rollout.engines`."""
     settings = RolloutSettings(
         transfer_dir=directory / "transfer",
         experience_store_address=store,
@@ -275,7 +288,7 @@ async def open_house(
     kept: list[RolloutService] = []
 
     def factory(bound: RolloutSettings, telemetry: Any) -> RolloutService:
-        kept.append(RolloutService(bound, telemetry, make=make))
+        kept.append(RolloutService(bound, telemetry, make=hosts_of(make)))
         return kept[0]
 
     async with serve(factory, settings) as server, _channels(server.address, store) as channels:

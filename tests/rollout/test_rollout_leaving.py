@@ -12,7 +12,7 @@ from services.chassis.app import serve
 from services.rollout.server import RolloutService
 from services.rollout.settings import RolloutSettings
 from tests.rollout.fragile import Workshop
-from tests.rollout.house import NOBODY, House, evaluation, weights
+from tests.rollout.house import NOBODY, House, evaluation, hosts_of, weights
 from tests.support.waiting import PATIENCE, until
 from troupe.rpc import connect
 from troupe.transfer import Transfer
@@ -55,7 +55,9 @@ async def test_a_leaving_worker_says_so_and_ends_its_trajectories(tmp_path: Path
     workshop = Workshop()
     channel: grpc.aio.Channel | None = None
     try:
-        async with serve(lambda s, t: RolloutService(s, t, make=workshop), settings) as server:
+        async with serve(
+            lambda s, t: RolloutService(s, t, make=hosts_of(workshop)), settings
+        ) as server:
             channel = connect(server.address)
             stub: Any = rollout_grpc.RolloutStub(channel)
             house = House(

@@ -28,7 +28,7 @@ class Script:
     def make(
         self, engine_id: str, policy_name: str, policy_spec: PolicySpec, **options: Any
     ) -> ScriptedEngine:
-        """An `EngineFactory`."""
+        """A `MakeEngine` of tests/rollout/house.py."""
         return ScriptedEngine(self, engine_id, policy_name, policy_spec)
 
 

@@ -62,6 +62,8 @@ class _Member:
     device_class: str
     rates: Rates | None
     limit: int
+    # Whether what the engine stands on, with other policies' engines, takes another turn.
+    room: Callable[[], bool]
     in_flight: int = 0
     outstanding: float = 0.0
     # Turns that wait for this engine alone, and their work.
@@ -72,7 +74,7 @@ class _Member:
 
     @property
     def has_room(self) -> bool:
-        return self.in_flight < self.limit
+        return self.in_flight < self.limit and self.room()
 
     @property
     def load(self) -> float:
@@ -119,12 +121,19 @@ class Fleet:
         }
 
     def add(
-        self, engine_id: str, *, limit: int, device_class: str = "", rates: Rates | None = None
+        self,
+        engine_id: str,
+        *,
+        limit: int,
+        device_class: str = "",
+        rates: Rates | None = None,
+        room: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Add an engine that may run `limit` turns at once. Raises `ValueError` for a known id."""
+        """Add an engine that may run `limit` turns at once, while `room()`; after a change of that
+        call `room_changed`. Raises `ValueError` for a known id."""
         if engine_id in self._members:
             raise ValueError(f"engine_id = {engine_id} is in the fleet already")
-        member = _Member(engine_id, device_class, rates, limit)
+        member = _Member(engine_id, device_class, rates, limit, room)
         self._members[engine_id] = member
         self._order.append(engine_id)
         self.places += limit
@@ -146,6 +155,10 @@ class Fleet:
             self.places += limit - member.limit
             member.limit = limit
             self._changed(member)
+
+    def room_changed(self, engine_id: str) -> None:
+        """Consider anew whether the engine has room."""
+        self._changed(self._members[engine_id])
 
     def has_room(self, engine_id: str) -> bool:
         """Return whether the engine may get another turn."""
@@ -270,7 +283,7 @@ class Fleet:
     def _changed(self, member: _Member) -> None:
         self._changes += 1
         member.stamp = self._changes
-        if member.in_flight >= member.limit:  # its entry is added when it has room
+        if not member.has_room:  # its entry is added when it has
             return
         heap = self._heaps[member.device_class]
         heapq.heappush(heap, (member.load, member.in_flight, member.stamp, member.engine_id))

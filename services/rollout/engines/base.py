@@ -32,6 +32,7 @@ from services.rollout.engines.errors import (
     WeightsRefused,
     lost_turn,
 )
+from services.rollout.engines.hosts import EngineHost
 from services.rollout.engines.requests import (
     MEMORY,
     DeviceSpeed,
@@ -89,10 +90,22 @@ class ServingEngine(ABC):
     """Whether published tensors are only copied from, and never served from: then the engines of a
     process read them through one mapping, whose pages are looked up once."""
 
-    def __init__(self, engine_id: str, policy: str, *, in_flight: InFlight = "keep") -> None:
-        """`engine_id`: unique within the rollout worker."""
+    host_class: ClassVar[type[EngineHost]] = EngineHost
+    """What engines of this kind stand on."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        policy: str,
+        *,
+        in_flight: InFlight = "keep",
+        host: EngineHost | None = None,
+    ) -> None:
+        """`engine_id`: unique within the rollout worker. `host`: what the engine stands on; None:
+        nothing that another policy's engine could share."""
         self.engine_id = engine_id
         self.policy = policy
+        self.host = host or EngineHost(engine_id)
         # The hardware; set by the creator before `start`.
         self.device = DeviceSpeed()
         self.max_context = 0
@@ -133,6 +146,12 @@ class ServingEngine(ABC):
     def version(self) -> int | None:
         """The verified version that is served; None until the first update."""
         return self._life.version
+
+    @property
+    def live_versions(self) -> list[int]:
+        """The versions that are loaded side by side, ascending; empty if that is only
+        `version`."""
+        return []
 
     @property
     def checksum(self) -> str:

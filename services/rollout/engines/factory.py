@@ -1,4 +1,4 @@
-"""The kinds of engines, by the names that jobs give them.
+"""The kinds of engines, by the names that jobs give them, and their hosts.
 
 A further inference server is a package with a subclass of `InferenceServer` and a subclass of
 `ServerEngine` that names it, and a line in `ENGINES`; what jobs may say about it is in
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.hosts import EngineHost
 from services.rollout.engines.server_process import EngineDevices
 from troupe.job import PolicySpec
 from troupe.rpc import FailedPrecondition
@@ -45,10 +46,9 @@ def engine_class_of(policy_name: str, policy_spec: PolicySpec) -> type[ServingEn
     return found
 
 
-def make_engine(
-    engine_id: str,
-    policy_name: str,
-    policy_spec: PolicySpec,
+def make_host(
+    host_id: str,
+    specs: Mapping[str, PolicySpec],
     *,
     threads: int = 1,
     replica: int = 0,
@@ -57,20 +57,22 @@ def make_engine(
     devices: EngineDevices | None = None,
     device: str = "cpu",
     routed_experts: bool = False,
-) -> ServingEngine:
-    """An engine of the policy's kind that has not been started.
+) -> EngineHost:
+    """Return what engines of the policies `specs` (by name, in the job's order) stand on; its
+    `engine` makes them. Several policies are a group (`troupe.job.engines.sharing`).
 
-    A kind is given those of these options that its constructor names. `threads`: torch threads of
-    an embedded engine. `replica`: the engine's number among the policy's replicas on this worker;
-    an engine with an attached server takes the URL of that number. `trace_dir`: where a simulated
+    A kind is given those of these options that the constructor of its engines names. `threads`:
+    torch threads of an embedded engine. `replica`: the host's number among those of its policies on
+    this worker; an attached server has the URL of that number. `trace_dir`: where a simulated
     engine writes when it was busy. `deterministic`: a turn is a function of (weights, prompt,
     seed), or the engine does not start. `devices`: the worker's, which its engines share
     out. `device`: "auto", "cpu" or "cuda", where an embedded engine computes. `routed_experts`:
-    turns of a mixture of experts say which experts their tokens were sent to. Raises
+    turns of trained policies say which experts of a mixture their tokens were sent to. Raises
     FailedPrecondition of kind "package_missing", or "no_routed_experts" for a kind that cannot say
     it.
     """
-    engine_class = engine_class_of(policy_name, policy_spec)
+    name, spec = next(iter(specs.items()))
+    engine_class = engine_class_of(name, spec)
     options = {
         "threads": threads,
         "replica": replica,
@@ -90,6 +92,15 @@ def make_engine(
             value=True,
             remedy="Turn it off, or serve the policy with `kind: sglang`, `vllm` or `embedded`.",
         )
-    known = {name: value for name, value in options.items() if name in named}
-    make: Callable[..., ServingEngine] = engine_class
-    return make(engine_id, policy_name, policy_spec, **known)
+    known = {option: value for option, value in options.items() if option in named}
+    return engine_class.host_class(host_id, specs, engine_class, **known)
+
+
+def make_engine(
+    engine_id: str, policy_name: str, policy_spec: PolicySpec, **options: Any
+) -> ServingEngine:
+    """Return an engine on a host of its own, not started; `options` and errors: see
+    `make_host`."""
+    host = make_host(engine_id, {policy_name: policy_spec}, **options)
+    engine: ServingEngine = host.engine(engine_id, policy_name)
+    return engine

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from services.rollout.engines.base import ServingEngine
@@ -20,8 +21,8 @@ from services.rollout.engines.requests import FinishReason
 from troupe.contracts import kinds
 from troupe.job import RoutingSpec
 from troupe.rpc.errors import AlreadyExists, NotFound, TroupeError, Unavailable
+from troupe.scheduling.capacity import SharedCapacity
 from troupe.scheduling.routing import (
-    AdaptiveLimit,
     Fleet,
     Profiles,
     Rates,
@@ -70,10 +71,14 @@ class RoutedEngine:
 
     engine: ServingEngine
     most: int
-    limit: AdaptiveLimit | None
     in_flight: int = 0
     outstanding: float = 0.0
     removed: bool = False
+
+    @property
+    def capacity(self) -> SharedCapacity:
+        """The places of what the engine stands on."""
+        return self.engine.host.capacity
 
 
 @dataclass(slots=True)
@@ -90,8 +95,8 @@ class StickyRoute:
 
 @dataclass(slots=True, eq=False)
 class EnginePlacement:
-    """The place of one running turn on an engine. `beside`: number of turns on the engine when this
-    one began, including itself."""
+    """The place of one running turn on an engine. `beside`: number of turns on the engine, and on
+    others of its host, when this one began, including itself."""
 
     routed: RoutedEngine
     work: Work
@@ -100,9 +105,9 @@ class EnginePlacement:
 
     @property
     def mean_beside(self) -> float:
-        """Number of turns on the engine: the mean of the number when this turn began and the
+        """Number of turns on the engine's host: the mean of the number when this turn began and the
         present number."""
-        return (self.beside + self.routed.in_flight) / 2
+        return (self.beside + self.routed.capacity.running) / 2
 
 
 @dataclass(slots=True, eq=False)
@@ -291,15 +296,27 @@ class PolicyRouter:
                 field="engine_id",
                 value=engine.engine_id,
             )
-        adaptive = self._spec.adaptive_limit and self._spec.policy == "least_work"
-        routed = RoutedEngine(engine, self._limit, AdaptiveLimit(self._limit) if adaptive else None)
-        self._routed[engine.engine_id] = routed
+        engine_id, capacity = engine.engine_id, engine.host.capacity
+        routed = RoutedEngine(engine, self._limit)
+        self._routed[engine_id] = routed
         device = engine.device
         rates = None
         if device.prefill_tokens_per_second and device.decode_tokens_per_second:
             rates = Rates(device.prefill_tokens_per_second, device.decode_tokens_per_second)
         self._fleet.add(
-            engine.engine_id, limit=self._limit, device_class=device.device_class, rates=rates
+            engine_id,
+            limit=self._limit,
+            device_class=device.device_class,
+            rates=rates,
+            room=partial(capacity.has_room, engine_id),
+        )
+        capacity.join(
+            engine_id,
+            self._limit,
+            adaptive=self._spec.adaptive_limit and self._spec.policy == "least_work",
+            waiting=partial(self._waiting_for, engine_id),
+            offer=self.wake,
+            room_changed=partial(self._fleet.room_changed, engine_id),
         )
         self._rates = self._fleet.rates
         self.wake()
@@ -314,6 +331,7 @@ class PolicyRouter:
                 value=engine_id,
                 remedy=f"Known: {', '.join(self._routed) or 'none'}.",
             )
+        routed.capacity.leave(engine_id)
         self._fleet.remove(engine_id)
         self._rates = self._fleet.rates
         routed.removed = True
@@ -328,8 +346,7 @@ class PolicyRouter:
         if routed is None or routed.most == limit:
             return
         routed.most = limit
-        if routed.limit is not None:
-            routed.limit = AdaptiveLimit(limit)
+        routed.capacity.set_limit(limit)
         self._fleet.set_limit(engine_id, limit)
         self.wake()
 
@@ -475,17 +492,20 @@ class PolicyRouter:
         """Free the place of a turn whose engine drew `drawn`, and give it to the next turn."""
         routed = placement.routed
         beside = placement.mean_beside
+        capacity = routed.capacity
         routed.in_flight -= 1
         routed.outstanding -= placement.work.prompt_tokens + placement.work.response_tokens
         if routed.removed:
             if not routed.in_flight:
                 self._leaving.discard(routed)
+            capacity.give_back()
             return
         engine_id = routed.engine.engine_id
         self._fleet.take_back(engine_id, placement.cost)
-        if drawn is not None and routed.limit is not None:
-            routed.limit.ended(beside, drawn.generate_seconds, len(drawn.token_ids))
-            self._fleet.set_limit(engine_id, routed.limit.now)
+        if drawn is not None:
+            capacity.ended(beside, drawn.generate_seconds, len(drawn.token_ids))
+            self._fleet.set_limit(engine_id, capacity.limit)
+        capacity.give_back()
         self.wake()
 
     def _try_place(self, turn: PendingTurn) -> EnginePlacement | None:
@@ -501,8 +521,9 @@ class PolicyRouter:
             return None
         routed.in_flight += 1
         routed.outstanding += turn.work.prompt_tokens + turn.work.response_tokens
+        routed.capacity.take(engine_id)
         cost = self._fleet.give(engine_id, turn.work)
-        return EnginePlacement(routed, turn.work, cost, routed.in_flight)
+        return EnginePlacement(routed, turn.work, cost, routed.capacity.running)
 
     def _choose(self, turn: PendingTurn) -> str | None:
         affinity, kind = self._spec.affinity, (turn.domain, turn.agent)
@@ -519,6 +540,12 @@ class PolicyRouter:
             ),
             key=turn.key,
         )
+
+    def _waiting_for(self, engine_id: str) -> int:
+        """Return how many turns wait that may go to the engine."""
+        if not self._serves(engine_id):
+            return 0
+        return len(self._queue) + len(self._bound.get(engine_id, ()))
 
     def _enqueue(self, turn: PendingTurn) -> None:
         queue = self._queue

@@ -298,6 +298,8 @@ class EngineKeeper:
             update_exposed_seconds=update.exposed_seconds,
             update_seconds=update.total_seconds,
             update_fallbacks=engine.update_fallbacks,
+            host=engine.host.host_id if engine.host.shared else "",
+            live_versions=engine.live_versions,
         )
 
     def _start_timed_out(self, what: str) -> Unavailable:
