@@ -11,10 +11,12 @@ import pytest
 
 from tests.control_panel.chromium import needs_chromium, opened
 from tests.control_panel.conftest import SPEC, YAML, Panel
+from tests.support.fake_orchestrator import shared_engines
 from tests.support.waiting import until
 from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -171,6 +173,29 @@ async def test_a_job_goes_on_with_more_steps_and_other_settings(panel: Panel) ->
         await page.click("[data-action=resume]")
         await expect(page.locator("#job-state")).to_have_text("submitted")
         assert dict(panel.orchestrator.requests("ResumeJob")[-1].overrides) == {}
+        assert faults == []
+
+
+async def test_engines_that_policies_share_are_listed_together(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    job_id = await panel.submit()
+    async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
+        await page.goto(f"{panel.url}#cluster")
+        await expect(page.locator("#live")).to_have_text("live")
+        column = page.locator("#engines th.shared")
+        await expect(column).to_be_hidden()
+        solver, critic = shared_engines(job_id)
+        other = rollout_pb.EngineStatus(engine_id="other", job_id=job_id, policy="judge")
+        panel.orchestrator.engines = [solver, other, critic]
+        rows = page.locator("#engines tbody tr")
+        await expect(rows).to_have_count(3)
+        await expect(column).to_be_visible()
+        await expect(rows.nth(0).locator("td").nth(3)).to_have_text("@5 (and @4)")
+        await expect(rows.nth(0).locator("td").nth(4)).to_have_text("critic")
+        await expect(rows.nth(1).locator("td").nth(1)).to_have_text("critic")
+        await expect(rows.nth(1).locator("td").nth(4)).to_have_text("solver")
+        await expect(rows.nth(2).locator("td").nth(4)).to_have_text("\N{EN DASH}")
         assert faults == []
 
 

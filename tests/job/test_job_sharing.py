@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from troupe.job import JobSpec, JobSpecError, parse_job
+from troupe.job.compatibility import advice
 from troupe.job.engines.sharing import EngineGroup, engine_groups, group_of, shared_policies
 
 MODEL = {"path": "/models/qwen"}
@@ -196,3 +197,19 @@ def test_slots_of_a_population_share_no_engines() -> None:
     raw["population"]["engine"] = {"share": "crew"}
     with pytest.raises(JobSpecError, match=r"population\.engine\.share"):
         parse_job(json.dumps(raw))
+
+
+def test_a_summary_names_the_policies_that_share_engines() -> None:
+    assert job(a=LORA, b={}).summary == "2 agents, trains a, b, 3 steps"
+    said = job(a=LORA, b=LORA, c=FROZEN, d={}).summary
+    assert said == "4 agents, trains a, b, d, 3 steps, a, b, c share engines (1 base instead of 3)"
+
+
+def test_a_setting_that_alone_keeps_policies_over_one_base_apart_is_told() -> None:
+    (said,) = advice(job(a=LORA, b=LORA, c=engine(LORA, max_context=64)))
+    assert said.startswith("policies.c.engine.max_context: differs from 'a'")
+    assert "set `engine.share: never`" in said
+    # It is meant, or the bases differ.
+    for other in (engine(LORA, max_context=64, share="never"), {**LORA, "model": {"path": "/m"}}):
+        assert advice(job(a=LORA, b=other)) == []
+    assert advice(job({"inter": True}, a=engine(LORA, replicas=2), b=engine(LORA))) == []

@@ -31,8 +31,29 @@ from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1 import reward_pb2_grpc as reward_grpc
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 S = common_pb.JobState
+
+
+def shared_engines(job_id: str) -> list[rollout_pb.EngineStatus]:
+    """Two policies' engines on one host; turns of the first still use an older version."""
+    host = f"{job_id}.solver.0@r0"
+    return [
+        rollout_pb.EngineStatus(
+            engine_id=f"{job_id}.{policy}.0@r0",
+            job_id=job_id,
+            policy=policy,
+            kind="sglang",
+            state=common_pb.ENGINE_STATE_HEALTHY,
+            version=version,
+            live_versions=live,
+            running=running,
+            worker_id="r0",
+            host=host,
+        )
+        for policy, version, live, running in (("solver", 5, [4, 5], 2), ("critic", 7, [7], 1))
+    ]
 
 
 class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.OrchestratorServicer):
@@ -62,6 +83,8 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         self.refusal: TroupeError | None = None
         # Number of events after which a watch breaks, once.
         self.break_after: int | None = None
+        # Engines of the cluster besides the one that `GetCluster` always shows.
+        self.engines: list[rollout_pb.EngineStatus] = []
         self.generated: orchestrator_pb.GeneratePolicyResponse | None = None
         self._grown = asyncio.Condition()
 
@@ -357,6 +380,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         )
         engine = reply.engines.add(engine_id="e0", policy="solver", worker_id="r0", job_id="job")
         engine.state = common_pb.ENGINE_STATE_HEALTHY
+        reply.engines.extend(self.engines)
         reply.bindings.add(policy="solver", state=common_pb.BINDING_STATE_IDLE)
         reply.services.add(name="reward", serving=True)
         return reply

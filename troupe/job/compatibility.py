@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from troupe.job.engines import KINDS, kinds_with
+from troupe.job.engines.sharing import reasons_apart
 from troupe.job.section import Section
 from troupe.job.sections.policy import EngineSpec, OptimizerSpec, PolicySpec, TrainerSpec
 from troupe.job.spec import JobSpec
@@ -23,11 +24,20 @@ _OF_LEASES = ("quantum_seconds", "idle_seconds")
 
 
 def advice(spec: JobSpec) -> list[str]:
-    """Return the settings without effect, one line each: field path, reason, remedy.
+    """Return the settings without effect, or that keep policies from sharing engines, one line
+    each: field path, reason, remedy.
 
     Numbers and switches are shown with their values; other values may be long or secret.
     """
-    return [*_pipeline(spec), *_groups(spec), *_policies(spec)]
+    return [*_pipeline(spec), *_groups(spec), *_policies(spec), *_engines_apart(spec)]
+
+
+def _engines_apart(spec: JobSpec) -> Iterator[str]:
+    for one, other, fields in reasons_apart(spec):
+        yield (
+            f"policies.{other}.{fields[0]}: differs from '{one}', so each of them has engines "
+            "and a base of its own; make them equal, or set `engine.share: never`"
+        )
 
 
 def _pipeline(spec: JobSpec) -> Iterator[str]:

@@ -224,9 +224,3 @@ class JobFields(Section):
     def trained_policies(self) -> list[str]:
         """Names of the policies that are trained, sorted."""
         return sorted(name for name, policy in self.policies.items() if policy.trainable)
-
-    @property
-    def summary(self) -> str:
-        """A line for people: `2 agents, trains checker, solver, 12 steps`."""
-        trained = ", ".join(self.trained_policies)
-        return f"{len(self.agents)} agents, trains {trained}, {self.pipeline.steps} steps"

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from pydantic import field_validator, model_validator
 
 from troupe.contracts import metric_names
-from troupe.job.engines.sharing import check_sharing, shared_policies
+from troupe.job.engines.sharing import check_sharing, engine_groups, shared_policies
 from troupe.job.fields import JobFields
 from troupe.job.metrics import evaluation_of_metric, evaluation_prefix, metric_problem
 from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
@@ -556,6 +556,14 @@ class JobSpec(JobFields):
         if self.balancing.inter is not None:
             return self.balancing.inter
         return self.balancing.possible(self.policies, shared_policies(self))
+
+    @property
+    def summary(self) -> str:
+        """A line for people: `2 agents, trains checker, solver, 12 steps`, and which policies share
+        engines."""
+        trained = ", ".join(self.trained_policies)
+        text = f"{len(self.agents)} agents, trains {trained}, {self.pipeline.steps} steps"
+        return ", ".join([text, *map(str, engine_groups(self))])
 
     @property
     def _dangling(self) -> bool:

@@ -29,14 +29,28 @@ export function drawServices(cluster) {
   byId("services").replaceChildren(...services, ...workers);
 }
 
+// The engines that share a server or model, by its id.
+function byHost(engines) {
+  const found = new Map();
+  for (const engine of engines) if (engine.host) found.set(engine.host, [...(found.get(engine.host) ?? []), engine]);
+  return found;
+}
+
+// "@5 (and @4)": the version that serves, and older ones that running turns began with.
+function versionsOf(engine) {
+  const served = engine.version === null ? "–" : `@${engine.version}`;
+  const others = engine.live_versions.filter((one) => one !== engine.version).sort((a, b) => b - a);
+  return others.length ? `${served} (and ${others.map((one) => `@${one}`).join(", ")})` : served;
+}
+
 // The users of each device of each node; nothing if no node has devices.
 export function drawDevices(cluster) {
   const gib = (bytes) => (bytes / 2 ** 30).toFixed(1);
-  const known = new Map(cluster.engines.map((engine) => [engine.engine_id, engine]));
-  const named = (holder) => {
-    const engine = known.get(holder);
-    return engine ? `${engine.policy} @${engine.version ?? "–"} ${engine.state}` : holder;
-  };
+  // A holder is an engine, or what the engines of several policies share.
+  const known = new Map(cluster.engines.map((engine) => [engine.engine_id, [engine]]));
+  for (const [host, engines] of byHost(cluster.engines)) known.set(host, engines);
+  const named = (holder) =>
+    (known.get(holder) ?? []).map((engine) => `${engine.policy} ${versionsOf(engine)} ${engine.state}`).join(", ") || holder;
   const rows = cluster.nodes.flatMap((node) =>
     node.devices.map((device) =>
       el(
@@ -61,22 +75,31 @@ function updateOf(engine) {
   return `${engine.update_way} · ${exposed.toFixed(2)} of ${whole.toFixed(1)} s`;
 }
 
+// The other policies that an engine shares its server or model with.
+function othersOn(shared, engine) {
+  return (shared.get(engine.host) ?? []).filter((one) => one !== engine).map((one) => one.policy).join(", ") || "–";
+}
+
 export function drawEngines(engines, jobId) {
-  const rows = engines
-    .filter((engine) => !jobId || engine.job_id === jobId)
-    .map((engine) =>
-      el(
-        "tr",
-        { title: engine.message || `${engine.kind} ${engine.device_class}`.trim() },
-        cell(engine.engine_id),
-        el("td", {}, ...named(engine.policy)),
-        el("td", {}, pill(engine.state)),
-        cell(engine.version === null ? "–" : `@${engine.version}`),
-        cell(String(engine.running)),
-        cell(String(engine.waiting)),
-        cell(number(engine.tokens_per_second)),
-        cell(updateOf(engine)),
-      ));
+  const shown = engines.filter((engine) => !jobId || engine.job_id === jobId);
+  const shared = byHost(shown);
+  byId("engines").tHead.querySelector(".shared").hidden = !shared.size;
+  // Engines that share are listed together.
+  const ordered = [...new Set(shown.flatMap((engine) => shared.get(engine.host) ?? [engine]))];
+  const rows = ordered.map((engine) =>
+    el(
+      "tr",
+      { title: engine.message || `${engine.kind} ${engine.device_class}`.trim() },
+      cell(engine.engine_id),
+      el("td", {}, ...named(engine.policy)),
+      el("td", {}, pill(engine.state)),
+      cell(versionsOf(engine)),
+      ...(shared.size ? [cell(othersOn(shared, engine))] : []),
+      cell(String(engine.running)),
+      cell(String(engine.waiting)),
+      cell(number(engine.tokens_per_second)),
+      cell(updateOf(engine)),
+    ));
   byId("engines").tBodies[0].replaceChildren(...rows);
 }
 

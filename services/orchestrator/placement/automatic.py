@@ -18,7 +18,15 @@ import structlog
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.records import JobRecord
-from troupe.job.automatic import JobDevices, decide, is_open, launched_policies, with_values
+from troupe.job.automatic import (
+    AUTOMATIC,
+    JobDevices,
+    decide,
+    is_open,
+    launched_policies,
+    with_values,
+)
+from troupe.job.engines.sharing import AUTO, EngineGroup, engine_groups
 from troupe.job.sizing import shapes_of
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
@@ -49,12 +57,30 @@ async def settled(job: JobContext, record: JobRecord) -> JobContext:
             job = replace(job, spec=spec, spec_json=spec.model_dump_json())
         for sentence in found.notes if first else ():
             await job.warn(sentence)
+    groups = engine_groups(spec)
+    for group in groups if first else ():
+        await job.info(str(group))
     settings = [
         common_pb.ResolvedSetting(field=field, value=str(number), source=source)
         for field, (number, source) in decided.items()
     ]
+    settings += [
+        common_pb.ResolvedSetting(
+            field=f"policies.{name}.engine.share",
+            value=group.name,
+            source=_origin(spec.policies[name].engine.share, group),
+        )
+        for group in groups
+        for name in group.policies
+    ]
     await shared.store.note_resolved(job.job_id, settings)
     return job
+
+
+def _origin(share: str, group: EngineGroup) -> str:
+    """Return the source of a policy's group, for people."""
+    start = AUTOMATIC if share == AUTO else "given: "
+    return f"{start}{group}"
 
 
 def job_devices(

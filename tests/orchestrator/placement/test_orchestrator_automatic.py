@@ -127,6 +127,23 @@ async def test_a_resumed_job_is_decided_anew(cluster: Cluster) -> None:
     assert (sum(replicas.values()), gangs) == (5, {"solver": 2, "checker": 2})
 
 
+async def test_policies_that_share_engines_are_told_and_shown(cluster: Cluster) -> None:
+    model, lora = {"path": "/models/base"}, {"rank": 4}
+    text = job_yaml(
+        policies__solver__model=model, policies__solver__lora=lora,
+        policies__checker__model=model, policies__checker__lora=lora,
+    )  # fmt: skip
+    job_id = await cluster.submit(text)
+    job = await cluster.wait(job_id)
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
+    shown = {one.field: one for one in job.resolved}
+    share = shown["policies.checker.engine.share"]
+    assert share.value == shown["policies.solver.engine.share"].value == "checker"
+    told = "checker, solver share engines (1 base instead of 2)"
+    assert share.source == f"auto: {told}"
+    assert [one for one in await cluster.notices(job_id) if "share engines" in one] == [told]
+
+
 async def test_idle_devices_are_told_when_the_job_starts(cluster: Cluster) -> None:
     await cluster.api.JoinNode(node(*["rollout-0"] * 4, "trainer-0"))
     engine = {"kind": "sglang", "replicas": 1}

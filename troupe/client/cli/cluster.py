@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,7 @@ from troupe.doctor.examination import quick_checks
 from troupe.rpc import TroupeError
 
 if TYPE_CHECKING:
-    from troupe.client.records.cluster import Binding, Cluster, Service
+    from troupe.client.records.cluster import Binding, Cluster, Engine, Service
 
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Start in the background and return.")]
 
@@ -139,6 +140,7 @@ def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) ->
                 console.print(f"{one.name}: {one.message}", style=style, highlight=False)
         if cluster is not None:
             _print_trainers(console, cluster)
+            _print_shared_engines(console, cluster)
             _print_devices(console, cluster)
             _print_decided(console, state)
     healthy = all(r.healthy for r in reports) and all(one.serving for one in seen)
@@ -237,25 +239,55 @@ def _binding_state(binding: Binding) -> str:
     return "prefetched" if binding.prefetched else binding.state
 
 
+def _shared_engines(cluster: Cluster) -> dict[str, list[Engine]]:
+    """Return the engines of each server or model that serves several policies, by its id."""
+    found: defaultdict[str, list[Engine]] = defaultdict(list)
+    for engine in cluster.engines:
+        if engine.host:
+            found[engine.host].append(engine)
+    return found
+
+
+def _print_shared_engines(console: Console, cluster: Cluster) -> None:
+    """Print the engines that serve several policies, and the versions of each; print nothing if
+    there are none."""
+    if not (shared := _shared_engines(cluster)):
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("shared engine", "policy", "version", "state", "running", "waiting"):
+        right = column in ("running", "waiting")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column != "version")
+    for name, engines in sorted(shared.items()):
+        for number, one in enumerate(engines):
+            table.add_row(
+                "" if number else name,
+                one.policy,
+                one.versions,
+                one.state,
+                str(one.running),
+                str(one.waiting),
+            )
+    console.print(table)
+
+
 def _print_devices(console: Console, cluster: Cluster) -> None:
     """Print the devices of all nodes and their users; print nothing if there are no devices."""
     if not any(one.devices for one in cluster.nodes):
         return
-    versions = {engine.id: engine for engine in cluster.engines}
+    # The holder of a device is an engine, or what several engines share.
+    holders = {engine.id: [engine] for engine in cluster.engines} | _shared_engines(cluster)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("node", "device", "class", "memory", "busy", "process", "on it"):
         table.add_column(column, no_wrap=column in ("node", "device", "process"))
     for one in cluster.nodes:
         for device in one.devices:
             used = "" if device.used_bytes is None else f"{size(device.used_bytes)} of "
-            on_it = []
-            for holder in device.holders:
-                engine = versions.get(holder)
-                on_it.append(
-                    holder
-                    if engine is None
-                    else f"{engine.policy} v{engine.version} {engine.state}"
-                )
+            on_it = [
+                text
+                for holder in device.holders
+                for text in [f"{e.policy} {e.versions} {e.state}" for e in holders.get(holder, ())]
+                or [holder]
+            ]
             table.add_row(
                 one.id if one.alive else f"[red]{one.id} (lost)[/red]",
                 str(device.index),

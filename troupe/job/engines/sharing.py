@@ -6,6 +6,7 @@ model, with the base once and the adapters of all members.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +27,9 @@ class EngineGroup:
     name: str
     """The name that the job gives the group, or its first policy's."""
     policies: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.policies)} share engines (1 base instead of {len(self.policies)})"
 
 
 def engine_groups(spec: JobFields) -> tuple[EngineGroup, ...]:
@@ -97,6 +101,25 @@ def differences(spec: JobFields, one: str, other: str) -> list[str]:
     too much to do so."""
     ours, theirs = (_needs(spec, spec.policies[name], name) for name in (one, other))
     return [field for field in ours if ours[field] != theirs[field]]
+
+
+def reasons_apart(spec: JobFields) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield pairs of policies over one base that do not share engines although nothing says that
+    they should not, each policy once and with the first such other, and the fields in which they
+    differ."""
+    if spec.balancing.inter is True:
+        return
+    seen: list[str] = []
+    shared = followers(spec)
+    for name, policy in spec.policies.items():
+        if policy.engine.share != AUTO or name in shared or unshareable(spec, name):
+            continue
+        for other in seen:
+            differing = differences(spec, other, name)
+            if not any(field.startswith("model.") for field in differing):
+                yield other, name, differing
+                break
+        seen.append(name)
 
 
 def _needs(spec: JobFields, policy: PolicySpec, name: str) -> dict[str, str]:

@@ -1,0 +1,62 @@
+"""`troupe status` of a cluster whose orchestrator is a double: engines that policies share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.client.conftest import Run, Stage
+from tests.support.fake_orchestrator import shared_engines
+from troupe.client import Client
+from troupe.cluster.state import ClusterLock, ClusterState, created_at, write_state
+
+
+@pytest.fixture
+def running(cluster: Stage, tmp_path: Path) -> Iterator[Path]:
+    """The directory of a cluster that this process supervises."""
+    place = tmp_path / "running"
+    lock = ClusterLock(place)
+    lock.acquire()
+    created = created_at(os.getpid())
+    assert created is not None
+    state = ClusterState(
+        cluster_id="c",
+        phase="ready",
+        supervisor_pid=os.getpid(),
+        supervisor_created=created,
+        started_at=time.time(),
+        data_dir=place,
+        transfer_dir=place,
+        redis_url="",
+        orchestrator_address=cluster.address,
+    )
+    write_state(state)
+    yield place
+    lock.release()
+
+
+def test_status_shows_which_policies_share_an_engine_and_their_versions(
+    run: Run, cluster: Stage, running: Path
+) -> None:
+    assert "shared engine" not in run("status", "--data-dir", str(running))[1]
+    cluster.fake.engines = shared_engines("mine")
+    _, out, _ = run("status", "--data-dir", str(running))
+    rows = [line.split() for line in out.splitlines() if "healthy" in line]
+    assert rows == [
+        ["mine.solver.0@r0", "solver", "v5", "(and", "v4)", "healthy", "2", "0"],
+        ["critic", "v7", "healthy", "1", "0"],
+    ]
+
+
+def test_the_sdk_says_what_an_engine_shares_and_which_versions_it_holds(cluster: Stage) -> None:
+    cluster.fake.engines = shared_engines("mine")
+    with Client() as client:
+        alone, solver, critic = client.cluster().engines
+    assert (alone.host, alone.live_versions) == ("", ())
+    assert solver.host == critic.host == solver.id
+    assert solver.live_versions == (4, 5)
+    assert (solver.versions, critic.versions) == ("v5 (and v4)", "v7")
