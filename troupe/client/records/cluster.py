@@ -47,6 +47,17 @@ class Engine(Record, id_from="engine_id"):
     update_way: str = ""
     update_exposed_seconds: float = 0.0
     update_seconds: float = 0.0
+    # What it shares with engines of other policies over the same base; empty: nothing.
+    host: str = ""
+    # Versions that are loaded: the one that serves, and those that running turns began with.
+    live_versions: tuple[int, ...] = ()
+
+    @property
+    def versions(self) -> str:
+        """The version that serves, and older ones that turns still use: `v5 (and v4)`."""
+        served = "-" if self.version is None else f"v{self.version}"
+        others = sorted(set(self.live_versions) - {self.version}, reverse=True)
+        return f"{served} (and {', '.join(f'v{one}' for one in others)})" if others else served
 
 
 @dataclass(frozen=True)
