@@ -60,6 +60,16 @@ def test_adapters_and_the_bare_base_share_engines_by_default() -> None:
     assert shared_policies(spec) == {"solver", "critic", "judge"}
 
 
+def test_random_weights_of_a_frozen_policy_are_no_base_of_others() -> None:
+    """They depend on the policy's name; a base under adapters has the same for all of them."""
+    random = {"model": {"config": {"model_type": "qwen3"}, "tokenizer": "/models/qwen"}}
+    adapter, frozen = LORA | random, FROZEN | random
+    found = groups(solver=adapter, critic=adapter, judge=frozen, rater=frozen)
+    assert found == [EngineGroup("solver", ("solver", "critic"))]
+    message = fault(solver=engine(adapter, share="team"), judge=engine(frozen, share="team"))
+    assert "random weights of 'judge'" in message
+
+
 def test_frozen_policies_of_one_base_share_without_an_adapter() -> None:
     found = groups(student={}, judge=FROZEN, rater=FROZEN)
     assert found == [EngineGroup("judge", ("judge", "rater"))]

@@ -126,6 +126,9 @@ def _needs(spec: JobFields, policy: PolicySpec, name: str) -> dict[str, str]:
     """Return what must be equal within a group, as text by field."""
     model = policy.language_model
     base = {f"model.{part}": repr(getattr(model, part)) for part in _BASE}
+    if model.path is None and policy.lora is None:
+        # Random weights depend on the policy's name; those under adapters do not.
+        base["model.config"] += f" with random weights of '{name}'"
     engine = policy.engine.model_dump(exclude={"share"})
     engine["urls"] = [server_of(url) for url in policy.engine.urls]
     return (
