@@ -31,6 +31,7 @@ from troupe.cluster.inventory import NodeShares, assign, fill
 from troupe.devices import GIB, Device, parse_devices
 from troupe.job import JobSpec, parse_job
 from troupe.job.automatic import with_values
+from troupe.job.engines.sharing import followers
 from troupe.job.sections.balancing import engine_count
 from troupe.scheduling.binding import Bind, BindingRules, Policy, RankWorker, decide
 from troupe.scheduling.devices import (
@@ -171,6 +172,8 @@ def devices_used(spec: JobSpec, devices: Sequence[Device]) -> set[int]:
     for worker, some in enumerate(given.rollouts):
         engines = EngineDevices(some)
         for name, policy in spec.policies.items():
+            if name in followers(spec):  # its engines are those of another policy
+                continue
             for number in range(engine_count(policy)):
                 engine = f"readme.{name}.{number}@rollout-{worker}"
                 found = engines.assign(engine, name, policy.engine.tensor_parallel)

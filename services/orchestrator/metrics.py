@@ -121,8 +121,10 @@ def _of_engines(workers: Sequence[WorkerHandle]) -> Iterator[GaugeMetricFamily]:
     turns: Counter[_Labels] = Counter()
     speed: defaultdict[_Labels, float] = defaultdict(float)
     oldest: dict[_Labels, int] = {}
+    hosts: defaultdict[_Labels, set[str]] = defaultdict(set)
     for worker in workers:
         for engine in worker.beat.engines:
+            hosts[(engine.job_id,)].add(engine.host or engine.engine_id)
             key = engine.job_id, engine.policy
             for state in common_pb.EngineState.values()[1:]:
                 count[(*key, _engine_state(state))] += engine.state == state
@@ -132,6 +134,11 @@ def _of_engines(workers: Sequence[WorkerHandle]) -> Iterator[GaugeMetricFamily]:
             if engine.HasField("version") and engine.state in _SERVING:
                 oldest[key] = min(engine.version, oldest.get(key, engine.version))
     yield _filled(_gauge("troupe_engines", "Engines.", *keys, "state"), count)
+    text = "Servers and embedded models, which engines of several policies may share."
+    yield _filled(
+        _gauge("troupe_engine_hosts", text, "job_id"),
+        {key: len(some) for key, some in hosts.items()},
+    )
     yield _filled(_gauge("troupe_engine_turns", "Turns in engines.", *keys, "state"), turns)
     text = "Tokens that the engines of a policy draw per second."
     yield _filled(_gauge("troupe_engine_tokens_per_second", text, *keys), speed)

@@ -81,6 +81,27 @@ async def test_nothing_moves_where_it_is_turned_off_or_nobody_has_one_to_spare(
         await cluster.wait(job_id)
 
 
+async def test_engines_that_policies_share_never_move(cluster: Cluster) -> None:
+    shared = {"model": {"path": "/models/base"}, "lora": {"rank": 4}, "engine": {"replicas": 3}}
+    over: dict[str, Any] = {
+        f"policies.{name}.{field}": value
+        for name in ("solver", "checker")
+        for field, value in shared.items()
+    }
+    # Two further policies have engines of their own, which move.
+    for name, count in (("idle", 3), ("busy", 1)):
+        over[f"policies.{name}"] = {"model": {"path": "/models/own"}, "engine": {"replicas": count}}
+        over[f"agents.{name}"] = {"policy": name}
+    [worker] = cluster.rollouts
+    worker.script.waiting = {"checker": 300, "busy": 30}
+    job_id, worker = await running(cluster, job(**over))
+    await until(lambda: engines_of(worker, job_id)["busy"] == 3)
+    assert engines_of(worker, job_id) == {"solver": 3, "checker": 3, "idle": 1, "busy": 3}
+    assert set(worker.moves) == {("idle", "busy")}
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)
+
+
 @pytest.mark.slow
 async def test_a_move_that_fails_is_told_and_not_repeated_at_once(cluster: Cluster) -> None:
     [worker] = cluster.rollouts

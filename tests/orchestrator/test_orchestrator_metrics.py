@@ -330,6 +330,22 @@ async def test_series_of_an_engine_stay_while_it_loads_a_version(empty_redis: st
     await redis.close()
 
 
+async def test_a_server_that_policies_share_is_counted_once(empty_redis: str) -> None:
+    redis = RedisAccess(empty_redis)
+    engines = [
+        rollout_pb.EngineStatus(engine_id=f"j.{policy}.0@w", job_id="j", policy=policy, host=host)
+        for policy, host in (("solver", "j.solver.0@w"), ("critic", "j.solver.0@w"), ("judge", ""))
+    ]
+    beat = orchestrator_pb.HeartbeatRequest(
+        worker_id="w", kind=orchestrator_pb.WORKER_KIND_ROLLOUT, engines=engines
+    )
+    worker = WorkerHandle(beat, ClientSettings(), 0.0)
+    value = sample(ClusterCollector(JobStore(redis, EventLog(redis)), lambda: [worker], {}))
+    assert value("troupe_engine_hosts", job_id="j") == 2
+    await worker.close()
+    await redis.close()
+
+
 async def test_prometheus_sees_jobs_workers_and_engines(cluster: Cluster) -> None:
     assert cluster.orchestrator is not None
     registry = cluster.orchestrator.telemetry.registry

@@ -57,7 +57,8 @@ class Balancer:
         self._republish = republish
         section = job.spec.balancing
         self._section, self._rules = section, section.rules
-        self._barred = section.barred(job.spec.policies, shared_policies(job.spec))
+        self._shared = shared_policies(job.spec)
+        self._barred = section.barred(job.spec.policies, self._shared)
         # A worker answers when the engine serves its new policy, or its old one after a failure.
         self._seconds = section.drain_seconds + 2 * start_seconds
         self._pools: dict[WorkerHandle, _Pool] = {}
@@ -128,7 +129,7 @@ class Balancer:
         self, worker: WorkerHandle, pool: _Pool
     ) -> tuple[list[balancing.Demand], list[balancing.EngineAssignment]]:
         """Return the worker's policies and engines, as of its newest heartbeat and of newer
-        moves."""
+        moves; without policies that share engines, among which these have no need to move."""
         tokens = self._section.measure == "tokens"
         demands = [
             balancing.Demand(
@@ -137,7 +138,7 @@ class Balancer:
                 self._section.minimum_of(load.policy),
             )
             for load in worker.beat.loads
-            if load.job_id == self._job.job_id
+            if load.job_id == self._job.job_id and load.policy not in self._shared
         ]
         assignments = []
         for engine in worker.beat.engines:

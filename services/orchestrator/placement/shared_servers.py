@@ -16,6 +16,7 @@ import structlog
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.placement.workers import WorkerHandle
+from troupe.job.engines.sharing import engine_groups
 from troupe.rpc import TroupeError, new_id
 from troupe.scheduling.sharing import keepers
 from troupe.v1 import common_pb2 as common_pb
@@ -34,7 +35,8 @@ class SharedServers:
     """The keepers of a job's attached servers, and the versions that were verified in these.
 
     A policy that trains an adapter is not followed, since its versions are loaded under the
-    keeper's names. Only the keeper uses such a server.
+    keeper's names. Only the keeper uses such a server. Policies that share a server have one
+    keeper.
     """
 
     def __init__(self, job: JobContext, prepared: Callable[[], Iterable[WorkerHandle]]) -> None:
@@ -48,9 +50,13 @@ class SharedServers:
             if policy.simulated is None
             for number in range(len(policy.engine.urls))
         ]
-        self._alone = {name for name, policy in policies if policy.lora is not None}
+        adapted = {name for name, policy in policies if policy.lora is not None}
+        groups = [group.policies for group in engine_groups(job.spec)]
+        self._alone = adapted.union(*(group for group in groups if not adapted.isdisjoint(group)))
+        self._first = {name: group[0] for group in groups for name in group}
         # By id; also those that are being prepared.
         self._workers: dict[str, WorkerHandle] = {}
+        # Of servers that policies share, under the first of these.
         self._keepers: dict[ServerKey, str] = {}
         self._verified: dict[ServerKey, tuple[int, str]] = {}
         # Latest message to each worker.
@@ -68,7 +74,7 @@ class SharedServers:
             return False
         del self._workers[worker.worker_id]
         self._told.pop(worker.worker_id, None)
-        kept = [key for key, keeper in self._keepers.items() if keeper == worker.worker_id]
+        kept = [key for key in self._servers if self._keeper(key) == worker.worker_id]
         for key in kept:
             self._verified.pop(key, None)
         self._assign()
@@ -78,11 +84,7 @@ class SharedServers:
         """Return whether the worker has a server of every policy: those that cannot be followed may
         be fewer than workers."""
         return all(
-            any(
-                self._keepers.get(key) == worker.worker_id
-                for key in self._servers
-                if key[0] == name
-            )
+            any(self._keeper(key) == worker.worker_id for key in self._servers if key[0] == name)
             for name in self._alone
             if any(key[0] == name for key in self._servers)
         )
@@ -94,7 +96,7 @@ class SharedServers:
         for key in self._servers:
             name, replica = key
             alone = name in self._alone
-            kept = self._keepers.get(key) == worker.worker_id
+            kept = self._keeper(key) == worker.worker_id
             server = rollout_pb.SharedServer(
                 policy=name,
                 replica=replica,
@@ -115,7 +117,7 @@ class SharedServers:
             if engine.job_id != self._job.job_id or not name.startswith(prefix):
                 continue
             key = (engine.policy, int(name.removeprefix(prefix)))
-            if self._keepers.get(key) != worker.worker_id:
+            if self._keeper(key) != worker.worker_id:
                 continue
             if engine.state == common_pb.ENGINE_STATE_HEALTHY and engine.HasField("version"):
                 self._verified[key] = (engine.version, engine.checksum)
@@ -139,10 +141,15 @@ class SharedServers:
                 self.note(worker, worker.beat.engines)
             await self.tell()
 
+    def _keeper(self, key: ServerKey) -> str | None:
+        name, number = key
+        return self._keepers.get((self._first.get(name, name), number))
+
     def _assign(self) -> None:
+        servers = [key for key in self._servers if self._first.get(key[0], key[0]) == key[0]]
         former, self._keepers = (
             self._keepers,
-            keepers(self._servers, list(self._workers), self._keepers),
+            keepers(servers, list(self._workers), self._keepers),
         )
         for key, keeper in self._keepers.items():
             if former.get(key, keeper) != keeper:

@@ -167,3 +167,44 @@ def test_adapters_are_used_by_their_keepers_only() -> None:
     assert not server.HasField("version")
     (own,) = servers.plan(workers[0])
     assert (own.workers, own.place) == (1, 0)
+
+
+def test_policies_that_share_servers_have_one_keeper_of_each() -> None:
+    attached = {"kind": "sglang", "urls": [f"http://server-{number}:30000" for number in range(3)]}
+    own = {"model": MODEL, "engine": attached}
+    policies = {
+        "solver": {**own, "lora": {"rank": 4}},
+        "critic": {**own, "lora": {"rank": 8}},
+        "judge": {**own, "trainable": False},
+    }
+    spec = JobSpec.model_validate(
+        {
+            "name": "shared",
+            "workflow": "nowhere:play",
+            "tasks": {"source": "nowhere:Tasks"},
+            "agents": {name: {"policy": name} for name in policies},
+            "policies": policies,
+            "pipeline": {"steps": 1, "queries_per_step": 2},
+        }
+    )
+    workers = [Worker("a"), Worker("b")]
+    made: Any = SharedServers(Job(spec), lambda: workers)  # type: ignore[arg-type, return-value]
+    made.join(workers)
+
+    def kept_by() -> list[dict[tuple[str, int], bool]]:
+        return [
+            {(one.policy, one.replica): one.kept for one in made.plan(worker)}
+            for worker in workers
+            if worker.alive
+        ]
+
+    first, second = kept_by()
+    for number in range(3):
+        assert len({first[name, number] for name in policies}) == 1
+        assert first["solver", number] != second["solver", number]
+    # The bare base is not followed either: the server's turns are its keeper's.
+    assert {(one.workers, one.place) for one in made.plan(workers[0])} == {(1, 0)}
+    workers[1].alive = False
+    assert made.leave(workers[1])
+    (first,) = kept_by()
+    assert all(first.values())

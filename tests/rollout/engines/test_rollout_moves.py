@@ -13,7 +13,7 @@ from services.rollout.engines import base
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import UpdateFailed
 from tests.rollout.fragile import FragileEngine, Workshop
-from tests.rollout.house import House, evaluation
+from tests.rollout.house import House, evaluation, make_spec
 from tests.support.waiting import PATIENCE, until
 from troupe.job import PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
@@ -188,6 +188,20 @@ async def test_an_engine_that_dies_on_its_way_arrives_through_a_restart(
     second.pull_plug()
     assert (await moving).engine.restarts == 1
     assert {event.state for event in (await running).values()} == {COMPLETED}
+
+
+async def test_engines_that_policies_share_stay_with_them(house: House, workshop: Made) -> None:
+    own = {**make_spec()["policies"]["big"], "engine": {"replicas": 2}}
+    frozen = {"trainable": False, "engine": {"replicas": 2}}
+    await house.prepare(
+        "team",
+        policies={"big": frozen, "small": frozen, "third": own},
+        agents={"third": {"policy": "third"}},
+    )
+    for source, target in (("big", "small"), ("big", "third"), ("third", "small")):
+        error = await refusal(house, workshop.engines[source][1], target)
+        assert error.kind == "engine_shared"
+        assert "engine.share to `never`" in error.remedy
 
 
 async def test_an_engine_of_another_make_is_refused_or_made_anew(
