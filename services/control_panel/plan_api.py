@@ -31,13 +31,16 @@ class PlanView(views.View):
 
     best: dict[str, Any]
     """Predicted seconds per step, devices, utilizations, bottleneck; `policies`: engines per host
-    (`replicas`), devices of each (`tensor_parallel`), `gang`, turns at once, bytes to train."""
+    (`replicas`), devices of each (`tensor_parallel`), the policy whose engines these are
+    (`shares_engines_of`; empty: its own), `gang`, turns at once, bytes to train."""
     others: list[dict[str, Any]]
     """The next best, in the same form."""
     considered: int
     """Splits that fit."""
     hosts: int
     seconds_with_one_more_host: float | None
+    shared: list[str]
+    """What policies that share engines save, as text."""
     measured: list[str]
     """The measurements behind the prediction, as text."""
     assumed: list[str]

@@ -82,6 +82,16 @@ async def test_an_idle_core_has_room_for_one_more() -> None:
     assert not lacking(spec(), [rollout(), trainer()], [], idle)
 
 
+async def test_engines_that_policies_share_are_one_change() -> None:
+    job = spec().model_dump()
+    policy = {"model": {"path": "some/model"}, "lora": {}}
+    job["policies"] = {"solver": policy, "critic": policy, "judge": {**policy, "lora": None}}
+    job["agents"] = {name: {"policy": name} for name in job["policies"]}
+    found = lacking(JobSpec.model_validate(job), [rollout(["other"]), trainer()], [], {})
+    engines = {change: missing for change, missing in found.items() if "engine" in change}
+    assert engines == {"engine/solver.critic": "device", "engine/judge": "device"}
+
+
 async def test_cores_are_those_since_the_oldest_report_of_a_host() -> None:
     reports = [{"a": cpu(4, 0, 0)}, {"a": cpu(4, 9, 9)}, {"a": cpu(4, 10, 10), "b": cpu(2, 5, 3)}]
     assert idle_cores(reports) == {"a": pytest.approx(3.0)}

@@ -122,6 +122,36 @@ def test_the_gain_of_an_engine_is_near_what_the_twin_gains(
     assert metrics[IDLE_ENGINES] < 0.5
 
 
+def test_the_gain_of_a_shared_engine_counts_it_once_with_the_turns_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = two_policies(engines=1, mode="sync", in_flight=32, queries_per_step=24)
+    job = replace(job, groups=[("big", "small")])
+    run, seconds = played(monkeypatch, job)
+    before = run.means(1).seconds
+    steps = [replace(one, groups=job.groups) for one in used(job, run, seconds)]
+    speeds = dict.fromkeys(job.policies, SPEED)
+    settings: dict[str, Any] = {"mode": "sync", "in_flight": job.in_flight, "trainers": 2}
+    metrics = split_metrics(steps, speeds, **settings)
+    wider = with_engines(job, big=2, small=2)
+    more = Twin(wider).run(STEPS).means(1).seconds
+    gain = metrics["split/gain/engine/big.small"]
+    assert gain == pytest.approx(1 - more / before, abs=0.12)
+    assert gain > 0.1
+    assert not any(name.startswith("split/gain/engine/big/") for name in metrics)
+    assert "one more engine for `big` and `small` would shorten" in split_hint(metrics)
+    # One engine that is busy: apart, each of two would have been half idle.
+    assert (
+        metrics[IDLE_ENGINES]
+        < split_metrics(used(job, run, seconds), speeds, **settings)[IDLE_ENGINES]
+    )
+    lacking = {"engine/big.small": "device"}
+    metrics = split_metrics(steps, speeds, **settings, lacking=lacking)
+    assert "steps wait for the engines of `big` and `small`, and no device is free" in split_hint(
+        {name: value for name, value in metrics.items() if "gain" not in name}
+    )
+
+
 def test_nothing_is_gained_where_engines_wait_for_trainers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ from benchmarks import planner as benchmark
 from troupe.client.cli.app import main
 from troupe.devices import parse_devices
 from troupe.job import JobSpec
+from troupe.job.engines.sharing import engine_groups
 from troupe.rpc import InvalidArgument
 from troupe.twin import planner
 from troupe.twin.costs import device_costs
@@ -170,6 +171,82 @@ def test_engines_of_policies_of_one_model_move_in_the_twin_by_the_rules_of_the_j
     assert planner.twin_of(case, replace(split, policies=single)).balancing is None
     wide = policies | {"checker": replace(solver, engines=1, tensor_parallel=2)}
     assert planner.twin_of(case, replace(split, policies=wide)).balancing is None
+
+
+ROLES = ("solver", "critic", "judge", "editor")
+
+
+def roles(share: str = "auto") -> dict[str, Any]:
+    """A team of four LoRA roles on one base."""
+    raw = job()
+    engine = {"kind": "sglang", "max_context": 8192, "share": share}
+    policy = {"model": {"path": "Qwen/Qwen3-8B"}, "lora": {"rank": 16}, "engine": engine}
+    raw["agents"] = {name: {"policy": name, "sampling": {"max_new_tokens": 512}} for name in ROLES}
+    raw["policies"] = dict.fromkeys(ROLES, policy)
+    return raw
+
+
+def planned_roles(share: str, devices: str) -> JobPlan:
+    spec = JobSpec.model_validate(roles(share))
+    return plan_job(spec, parse_devices(devices), device_costs("H100"), habits=FEW, more=False)
+
+
+def test_roles_on_one_group_need_one_base_instead_of_four() -> None:
+    found = planned_roles("auto", "2xH100-80GB")
+    assert list(found.shared) == [
+        "solver, critic, judge, editor: 4 roles on one group: 1 base instead of 4, "
+        "3 x 15 GB less for each engine"
+    ]
+    policies = found.best.split.policies
+    assert {one.engines for one in policies.values()} == {1}
+    assert [one.shares for one in policies.values()] == ["", "solver", "solver", "solver"]
+    # Apart, they need four engines.
+    with pytest.raises(InvalidArgument, match="an engine of each policy takes 4 devices"):
+        planned_roles("never", "2xH100-80GB")
+
+
+def test_shared_engines_are_as_many_as_the_work_of_all_their_roles_fills() -> None:
+    together, apart = (planned_roles(share, "8xH100-80GB").best for share in ("auto", "never"))
+    shared = together.split.policies["solver"]
+    devices = together.split.devices[0]
+    assert shared.engines * shared.tensor_parallel == devices
+    assert sum(one.engines for one in apart.split.policies.values()) <= apart.split.devices[0]
+    # No role waits while an engine of another is idle.
+    assert together.means.seconds <= apart.means.seconds
+
+
+def test_adapters_of_all_roles_take_room_from_conversations() -> None:
+    raw = roles()
+    raw["policies"] = {
+        name: {**one, "lora": {"rank": 256}} for name, one in raw["policies"].items()
+    }
+    raw["policies"]["solver"] = raw["policies"]["solver"] | {"lora": {"rank": 16}}
+
+    def turns(**over: Any) -> int:
+        spec = JobSpec.model_validate(raw | over)
+        case = planner._case(spec, device_costs("H100"), 1, 8, Habits(turns=2, prompt_tokens=8000))
+        return case.rates.turns("solver", 1)
+
+    several = turns()
+    alone = turns(
+        policies={"solver": raw["policies"]["solver"]}, agents={"solver": {"policy": "solver"}}
+    )
+    assert 0 < several < alone
+
+
+def test_the_command_says_which_roles_share_engines_and_writes_equal_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "job.yaml", tmp_path / "planned.yaml"
+    path.write_text(yaml.safe_dump(roles(), sort_keys=False))
+    options = ["--turns", "2", "--response-tokens", "200", "--wait-seconds", "0"]
+    assert main(["plan", str(path), "--devices", "4xH100-80GB", *options, "--write", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "4 roles on one group: 1 base instead of 4" in shown
+    assert "with solver" in shown
+    spec = JobSpec.model_validate(yaml.safe_load(out.read_text()))
+    (group,) = engine_groups(spec)
+    assert set(group.policies) == set(ROLES)
 
 
 @pytest.mark.parametrize(

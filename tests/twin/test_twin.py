@@ -105,6 +105,39 @@ def test_policies_without_a_trainer_of_their_own_take_turns() -> None:
     assert shared.means().seconds > alone.means().seconds
 
 
+def test_policies_of_a_group_share_engines_and_their_turns_wait_in_one_queue() -> None:
+    skewed = team(own_response={"big": Lengths(400.0, 0.3), "small": Lengths(10.0, 0.3)})
+    apart = two_policies(engines=1, workload=skewed, mode="sync", in_flight=48)
+    # As many engines in all, which each of the two may fill.
+    one = TwinPolicy((EngineFleet(2, ENGINE, limit=8),), TRAINER, state_bytes=1)
+    both = dataclasses.replace(
+        apart, policies={"big": one, "small": one}, groups=[("big", "small")]
+    )
+    twin = Twin(both)
+    ran, still = twin.run(2), Twin(apart).run(2)
+    check(ran, 2)
+    assert ran.engines == still.engines == 2
+    assert twin.routers[0]["big"] is twin.routers[0]["small"]
+    assert ran.means(0).seconds < still.means(0).seconds
+    # They never move, whatever the rules.
+    rules = BalancingRules(threshold=0.5, hysteresis=0.1, sustain_seconds=0.0, cooldown_seconds=0.0)
+    assert not Twin(dataclasses.replace(both, balancing=rules)).run(2).moves
+
+
+def test_adapters_load_while_turns_go_on() -> None:
+    def exposed(*, adapters: bool) -> float:
+        fleet = EngineFleet(2, ENGINE, limit=8, adapters=adapters)
+        job = two_policies(mode="async", in_flight=48)
+        policies = {
+            name: dataclasses.replace(one, engines=(fleet,)) for name, one in job.policies.items()
+        }
+        run = Twin(dataclasses.replace(job, policies=policies)).run(4)
+        check(run, 4)
+        return run.means(1).exposed
+
+    assert exposed(adapters=True) == 0 < exposed(adapters=False)
+
+
 def test_engines_move_to_the_policy_that_needs_them() -> None:
     skewed = team(own_response={"big": Lengths(400.0, 0.3), "small": Lengths(10.0, 0.3)})
     rules = BalancingRules(threshold=2.0, hysteresis=0.5, sustain_seconds=1.0, cooldown_seconds=5.0)
@@ -202,6 +235,8 @@ def test_a_recorded_workload_begins_anew_after_its_last_query() -> None:
         ({"queries_per_step": 0}, "queries_per_step = 0"),
         ({"in_flight": -1}, "in_flight = -1"),
         ({"rollout_workers": 0}, "rollout_workers = 0"),
+        ({"groups": [("big", "other")]}, "big, other are not policies with equal engines"),
+        ({"groups": [("big", "small"), ("small", "big")]}, "in one group at most"),
     ],
 )
 def test_a_job_that_cannot_run_is_refused(change: dict[str, Any], said: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from troupe.job.hub import known_config
-from troupe.job.sections.policy import ModelSpec
+from troupe.job.sections.policy import ModelSpec, PolicySpec
 from troupe.job.spec import JobSpec
 from troupe.scheduling.defaults import (
     CPU_UNCUT,
@@ -206,6 +206,15 @@ def _frozen_bytes(model: ModelSpec) -> int:
     return 0 if shape is None else shape.parameters * (2 if half else 4)
 
 
+def adapter_parameters(policy: PolicySpec, shape: ModelShape) -> int:
+    """Return the parameters of a policy's adapter; 0: it has none."""
+    lora = policy.lora
+    if lora is None:
+        return 0
+    names = None if lora.target_modules == "all-linear" else lora.target_modules
+    return shape.adapter(lora.rank, names)
+
+
 def setup_of(
     spec: JobSpec,
     policy: str,
@@ -248,10 +257,7 @@ def setup_of(
     history = max(0, longest - whole)
     tokens = max(tokens, -(-min(longest, whole) // slices))
     teachers = spec.teachers_of(policy)
-    adapter = 0
-    if lora is not None:
-        names = None if lora.target_modules == "all-linear" else lora.target_modules
-        adapter = shape.adapter(lora.rank, names)
+    adapter = adapter_parameters(own, shape)
     # Nearly all checkpoints without a given type are in half precision.
     half = own.language_model.dtype in ("auto", "bfloat16")
     # The trainer's own kernels take plain tensors on a CPU, in float32.

@@ -236,7 +236,9 @@ class Twin:
         for worker in range(job.rollout_workers):
             self._add_worker(worker)
         self._run.engines = sum(
-            len(router.engines) for routers in self.routers for router in routers.values()
+            len(router.engines)
+            for routers in self.routers
+            for router in dict.fromkeys(routers.values())
         )
         # One version after another.
         self._updating = {one: simpy.Resource(self.env) for one in self._trained}
@@ -551,7 +553,12 @@ class Twin:
 
     def _add_worker(self, worker: int) -> None:
         job, routers = self._job, dict[str, TwinRouter]()
+        group_of = {name: group for group in job.groups for name in group}
         for name, policy in job.policies.items():
+            if (first := group_of.get(name, (name,))[0]) in routers:
+                # One queue, so that the turns of all policies of a group wait alike.
+                routers[name] = routers[first]
+                continue
             engines = [
                 TwinEngine(
                     self.env,
@@ -563,9 +570,10 @@ class Twin:
                 for part, fleet in enumerate(policy.engines)
                 for number in range(fleet.count)
             ]
-            routers[name] = self._make_router(name, engines)
+            routers[name] = self._make_router("+".join(group_of.get(name, (name,))), engines)
         self.routers.append(routers)
-        if job.balancing is not None and len(routers) > 1:
+        own = [router for name, router in routers.items() if name not in group_of]
+        if job.balancing is not None and len(own) > 1:
             kinds = {name: [one.rates for one in p.engines] for name, p in job.policies.items()}
             barred = {
                 (one, other) for one in kinds for other in kinds if kinds[one] != kinds[other]
@@ -573,7 +581,7 @@ class Twin:
             self._balancers.append(
                 TwinBalancer(
                     self.env,
-                    list(routers.values()),
+                    own,
                     job.balancing,
                     barred=barred | set(job.barred),
                     minimum={name: one.minimum for name, one in job.policies.items()},

@@ -185,9 +185,11 @@ def engine_rates(
     tensor_parallel: int = 1,
     context: float = 2048.0,
     running: float = 64.0,
+    adapter: int = 0,
 ) -> EngineRates:
     """Return the times of an engine. `context`: mean tokens of a turn in the cache; `running`:
-    turns that usually run at once, from which the touched experts of a mixture follow."""
+    turns that usually run at once, from which the touched experts of a mixture follow; `adapter`:
+    parameters of a LoRA adapter, of which alone a version then consists."""
     part, count = device.efficiency, tensor_parallel
     active = shape.active_parameters
     prefill = device.flops * count * part.prefill / (2 * active + _attention(shape, context / 2))
@@ -200,24 +202,33 @@ def engine_rates(
     reduce = 2 * shape.layers * _REDUCE_SECONDS if count > 1 else 0.0
     per_turn = cache_bytes(shape) * context / bandwidth
     per_turn += (2 * active + _attention(shape, context)) / (device.flops * count * part.decode)
-    weights = float(shape.parameters * _HALF)
-    load = weights / (device.network * _LOAD_PART)
+    load, first = (
+        float(loaded * _HALF) / (device.network * _LOAD_PART)
+        for loaded in (adapter or shape.parameters, shape.parameters)
+    )
     return EngineRates(
         prefill_tokens_per_second=prefill,
         decode_seconds=touched * _HALF / bandwidth + reduce + _STEP_SECONDS,
         decode_seconds_per_turn=per_turn,
         load_seconds=load,
-        start_seconds=_START_SECONDS + load,
+        start_seconds=_START_SECONDS + first,
     )
 
 
 def engine_turns(
-    shape: ModelShape, device: DeviceCosts, *, tensor_parallel: int, context: float, most: int = 512
+    shape: ModelShape,
+    device: DeviceCosts,
+    *,
+    tensor_parallel: int,
+    context: float,
+    most: int = 512,
+    adapters: int = 0,
 ) -> int:
     """Return how many turns of `context` tokens an engine can hold keys and values of, at most
-    `most`; 0: the weights do not fit."""
+    `most`; 0: the weights do not fit. `adapters`: parameters of all adapters that it serves."""
     room = tensor_parallel * (_ENGINE_MEMORY * device.memory - _ENGINE_BUFFERS)
-    room -= shape.parameters * _HALF
+    # Of an adapter, the next version is loaded while turns still use the former one.
+    room -= (shape.parameters + 2 * adapters) * _HALF
     return max(0, min(most, int(room / (cache_bytes(shape) * max(1.0, context)))))
 
 

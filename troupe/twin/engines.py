@@ -192,7 +192,11 @@ class TwinEngine:
         yield from self.load()
 
     def load(self) -> Generator[simpy.Event, Any, None]:
-        """Load fetched weights: decoding stops meanwhile, and kept turns are prefilled again."""
+        """Load fetched weights: decoding stops meanwhile, and kept turns are prefilled again;
+        neither for adapters."""
+        if self.fleet.adapters:
+            yield self._env.timeout(self.rates.load_seconds)
+            return
         self._tick(self._clock.now)
         self.serving = False
         self._batch.block(math.inf, self._clock.now)

@@ -9,9 +9,9 @@ neither its tail nor training scales with the throughput that one engine more wo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Final, NamedTuple
 
 from troupe.twin.profile import EngineSpeed
 
@@ -31,11 +31,16 @@ _GAIN: Final = "split/gain/"
 _LACKING: Final = {"core": "split/no_core/", "device": "split/no_device/"}
 
 
+# Between the names of policies that share engines, in the names of changes.
+JOINT: Final = "."
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyUse:
     """Use of a policy's engines and trainer in one step."""
 
     engines: int
+    """Its engines; those that it shares with other policies are counted by each of them."""
     limit: int
     """Turns that one engine runs at once."""
     turns: float
@@ -59,6 +64,15 @@ class StepUse:
     wait_seconds: float
     """Part of these seconds outside of engines and their queues."""
     policies: Mapping[str, PolicyUse]
+    groups: Sequence[tuple[str, ...]] = ()
+    """Policies that share engines."""
+
+
+class _Fleet(NamedTuple):
+    """The engines of one policy, or of those that share them, and all turns on these."""
+
+    use: PolicyUse
+    speed: EngineSpeed
 
 
 def split_metrics(
@@ -71,9 +85,9 @@ def split_metrics(
     lacking: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """Return the idle fractions of engines and trainers, and the fraction by which a step would be
-    shorter with one more engine of each policy (`split/gain/engine/P`), one more trainer
-    (`split/gain/trainer`), or a gang of twice as many devices (`split/gain/gang/P`); 0 if that is
-    within noise.
+    shorter with one more engine of each policy (`split/gain/engine/P`; `P.Q` of policies that share
+    engines), one more trainer (`split/gain/trainer`), or a gang of twice as many devices
+    (`split/gain/gang/P`); 0 if that is within noise.
 
     `trainers`: devices of all trainer workers. `lacking`: changes for which the cluster has no free
     "core" or "device" (`engine/P`, `trainer`, `gang/P`); their gains are `split/no_core/...` and
@@ -91,16 +105,17 @@ def split_metrics(
     )
     noise = _ERRORS * deviation / math.sqrt(len(steps)) / mean.seconds
     trained = sum(one.train_seconds * one.gang for one in mean.policies.values())
+    fleets = _fleets(mean, speeds)
     found = {
         IDLE_TRAINERS: max(0.0, 1 - trained / (trainers * mean.seconds)),
-        IDLE_ENGINES: max(0.0, 1 - _engines_busy(mean, speeds)),
+        IDLE_ENGINES: max(0.0, 1 - _engines_busy(mean, fleets.values())),
     }
     window = max(1.0, min(float(in_flight), mean.trajectories))
-    rate = _throughput(mean, speeds, window)
-    for name, one in mean.policies.items():
-        more = replace(one, engines=one.engines + 1)
-        wider = replace(mean, policies={**mean.policies, name: more})
-        faster = rate / max(rate, _throughput(wider, speeds, window))
+    rate = _throughput(mean, fleets.values(), window)
+    for name, fleet in fleets.items():
+        more = fleet._replace(use=replace(fleet.use, engines=fleet.use.engines + 1))
+        others = [one for key, one in fleets.items() if key != name]
+        faster = rate / max(rate, _throughput(mean, [*others, more], window))
         # The part with full concurrency scales; the longest trajectories stay as long.
         rollout = min(mean.rollout_seconds, mean.seconds)
         full = min(rollout, mean.trajectories * mean.trajectory_seconds / window)
@@ -138,7 +153,7 @@ def split_hint(metrics: Mapping[str, float]) -> str:
     if best := _largest(metrics, _GAIN):
         kind, _, policy = best.partition("/")
         idle, what = {
-            "engine": (IDLE_TRAINERS, f"one more engine for `{policy}`"),
+            "engine": (IDLE_TRAINERS, f"one more engine for {_quoted(policy)}"),
             "trainer": (IDLE_ENGINES, "one more trainer worker"),
             "gang": (IDLE_ENGINES, f"a gang of twice as many devices for `{policy}`"),
         }[kind]
@@ -151,12 +166,18 @@ def split_hint(metrics: Mapping[str, float]) -> str:
         if best := _largest(metrics, prefix):
             kind, _, policy = best.partition("/")
             who = {
-                "engine": f"the engines of `{policy}`",
+                "engine": f"the engines of {_quoted(policy)}",
                 "trainer": "a trainer worker",
                 "gang": f"the trainer of `{policy}`",
             }[kind]
             return f"steps wait for {who}, and no {missing} is free for more"
     return ""
+
+
+def _quoted(policies: str) -> str:
+    """Return names of policies that share engines, for people: "`solver` and `critic`"."""
+    *others, last = (f"`{name}`" for name in policies.split(JOINT))
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _largest(metrics: Mapping[str, float], prefix: str) -> str:
@@ -191,33 +212,65 @@ def _mean_of(steps: Sequence[StepUse]) -> StepUse:
         mean("trajectory_seconds"),
         mean("wait_seconds"),
         policies,
+        steps[-1].groups,
     )
 
 
-def _engines_busy(step: StepUse, speeds: Mapping[str, EngineSpeed]) -> float:
+def _fleets(step: StepUse, speeds: Mapping[str, EngineSpeed]) -> dict[str, _Fleet]:
+    """Return the engines of each policy by its name, or by the names of those that share them."""
+    together: dict[str, list[_Fleet]] = {}
+    for name, one in step.policies.items():
+        group = next((group for group in step.groups if name in group), (name,))
+        together.setdefault(JOINT.join(group), []).append(_Fleet(one, speeds[name]))
+    return {key: _joint(some) for key, some in together.items()}
+
+
+def _joint(fleets: Sequence[_Fleet]) -> _Fleet:
+    """Return the engines that policies share, with the turns of all. Their speed is the mean of
+    what each policy measured, weighted by its tokens."""
+    if len(fleets) == 1:
+        return fleets[0]
+    total = sum(one.use.drawn_tokens for one in fleets) or 1.0
+
+    def mean(name: str) -> float:
+        weighted = (one.use.drawn_tokens * getattr(one.speed, name) for one in fleets)
+        return float(sum(weighted)) / total
+
+    return _Fleet(
+        replace(
+            fleets[0].use,
+            engines=max(one.use.engines for one in fleets),
+            turns=sum(one.use.turns for one in fleets),
+            read_tokens=sum(one.use.read_tokens for one in fleets),
+            drawn_tokens=sum(one.use.drawn_tokens for one in fleets),
+        ),
+        EngineSpeed(*(mean(field.name) for field in fields(EngineSpeed))),
+    )
+
+
+def _engines_busy(step: StepUse, fleets: Collection[_Fleet]) -> float:
     """Return the fraction of the step in which engines computed, over all engines."""
     busy = 0.0
-    for name, one in step.policies.items():
-        speed = speeds[name]
+    for one, speed in fleets:
         beside = max(1.0, min(speed.beside, one.limit))
         each = (speed.decode_seconds + speed.decode_seconds_per_turn * beside) / beside
         busy += one.drawn_tokens * each + one.read_tokens * speed.read_seconds
-    return busy / max(1, sum(one.engines for one in step.policies.values())) / step.seconds
+    return busy / max(1, sum(one.engines for one, _ in fleets)) / step.seconds
 
 
-def _throughput(step: StepUse, speeds: Mapping[str, EngineSpeed], window: float) -> float:
+def _throughput(step: StepUse, fleets: Collection[_Fleet], window: float) -> float:
     """Return the trajectories per second with `window` of them in flight."""
     low, high = 0.0, math.inf
-    for name, one in step.policies.items():
-        high = min(high, _capacity(step, one, speeds[name]))
+    for one, speed in fleets:
+        high = min(high, _capacity(step, one, speed))
     if not math.isfinite(high):
         return window / max(step.wait_seconds, 1e-9)
     high *= _FULL
-    if high * _seconds(step, speeds, high) <= window:
+    if high * _seconds(step, fleets, high) <= window:
         return high
     for _ in range(60):
         middle = (low + high) / 2
-        if middle * _seconds(step, speeds, middle) <= window:
+        if middle * _seconds(step, fleets, middle) <= window:
             low = middle
         else:
             high = middle
@@ -225,8 +278,7 @@ def _throughput(step: StepUse, speeds: Mapping[str, EngineSpeed], window: float)
 
 
 def _capacity(step: StepUse, one: PolicyUse, speed: EngineSpeed) -> float:
-    """Return the maximum trajectories per second that a policy's engines can serve, with full
-    batches."""
+    """Return the maximum trajectories per second that a fleet can serve, with full batches."""
     if step.trajectories <= 0 or one.engines < 1:
         return 0.0
     each = (speed.decode_seconds + speed.decode_seconds_per_turn * one.limit) / one.limit
@@ -234,11 +286,10 @@ def _capacity(step: StepUse, one: PolicyUse, speed: EngineSpeed) -> float:
     return one.engines / work if work > 0 else math.inf
 
 
-def _seconds(step: StepUse, speeds: Mapping[str, EngineSpeed], rate: float) -> float:
+def _seconds(step: StepUse, fleets: Collection[_Fleet], rate: float) -> float:
     """Return the seconds of a trajectory if `rate` of them end per second."""
     total = step.wait_seconds
-    for name, one in step.policies.items():
-        speed = speeds[name]
+    for one, speed in fleets:
         drawn, read = (x / step.trajectories for x in (one.drawn_tokens, one.read_tokens))
         # The fraction of an engine's time in which it does not read prompts.
         left = max(1e-9, 1 - rate * read * speed.read_seconds / one.engines)

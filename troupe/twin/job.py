@@ -40,6 +40,8 @@ class EngineFleet:
     """Turns that one engine runs at once."""
     devices: int = 1
     """Devices of one engine (tensor parallel)."""
+    adapters: bool = False
+    """Whether new weights are adapters, which are loaded beside those in use: turns go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class TwinJob:
     routing: RoutingRules = field(default_factory=RoutingRules)
     balancing: BalancingRules | None = None
     """None: engines stay with their policies."""
+    groups: Sequence[tuple[str, ...]] = ()
+    """Policies that share engines: those of the first of each group, in the order of `policies`."""
     barred: Collection[Pair] = ()
     """(source, target) pairs of policies between which no engine moves, in addition to pairs whose
     engines differ in speed."""
@@ -131,6 +135,13 @@ def check(job: TwinJob) -> None:
                 f"policies.{name}.backward_tokens_per_second = "
                 f"{policy.trainer.backward_tokens_per_second}: must be above 0"
             )
+    shared = [name for group in job.groups for name in group]
+    if len(set(shared)) < len(shared):
+        raise ValueError("groups: a policy is in one group at most")
+    for group in job.groups:
+        fleets = [job.policies[name].engines for name in group if name in job.policies]
+        if len(fleets) < len(group) or any(one != fleets[0] for one in fleets):
+            raise ValueError(f"groups: {', '.join(group)} are not policies with equal engines")
     if any(policy.trained for policy in job.policies.values()) and not job.trainers:
         raise ValueError("trainers: a job that trains needs at least one")
     for field_name in ("queries_per_step", "micro_batch", "in_flight", "rollout_workers"):

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean, harmonic_mean
 from typing import Final
 
 from troupe.job import JobSpec, SimulatedSpec
-from troupe.job.sizing import setup_of
+from troupe.job.engines.sharing import engine_groups
+from troupe.job.sizing import adapter_parameters, setup_of
 from troupe.scheduling.memory import ModelShape, TrainingSetup, rank_memory
 from troupe.twin.costs import (
     DeviceCosts,
@@ -34,14 +37,23 @@ class JobRates:
     """The costs of a job's policies on one class of device.
 
     `shapes` has the models of all policies except simulated ones; `context` the mean tokens of
-    their turns: the prompt and half of the response.
+    their turns: the prompt and half of the response; `engine_context` the mean tokens of all turns
+    on their engines, which other policies may share.
     """
 
     spec: JobSpec
     device: DeviceCosts
     shapes: Mapping[str, ModelShape]
     context: Mapping[str, float]
+    engine_context: Mapping[str, float]
     profile: JobProfile | None = None
+
+    @cached_property
+    def members(self) -> Mapping[str, tuple[str, ...]]:
+        """By policy: the policies that share its engines, itself included."""
+        alone = {name: (name,) for name in self.spec.policies}
+        groups = engine_groups(self.spec)
+        return alone | {name: group.policies for group in groups for name in group.policies}
 
     def simulated(self, name: str) -> SimulatedSpec | None:
         """Return the job's cost model of a simulated policy; None for a real one."""
@@ -50,6 +62,18 @@ class JobRates:
 
     def engine(self, name: str, tensor_parallel: int, running: float = 64.0) -> EngineRates:
         """Return the times of a policy's engine over `tensor_parallel` devices."""
+        each = [self._own_engine(one, tensor_parallel, running) for one in self.members[name]]
+        if len(each) == 1:
+            return each[0]
+        # Measured by each of the policies that share it.
+        return replace(
+            each[0],
+            prefill_tokens_per_second=harmonic_mean(e.prefill_tokens_per_second for e in each),
+            decode_seconds=fmean(one.decode_seconds for one in each),
+            decode_seconds_per_turn=fmean(one.decode_seconds_per_turn for one in each),
+        )
+
+    def _own_engine(self, name: str, tensor_parallel: int, running: float) -> EngineRates:
         if (pace := self.simulated(name)) is not None:
             return EngineRates(
                 pace.prefill_tokens_per_second,
@@ -89,8 +113,19 @@ class JobRates:
             self.shapes[name],
             self.device,
             tensor_parallel=tensor_parallel,
-            context=1.5 * self.context[name],
+            context=1.5 * self.engine_context[name],
+            adapters=sum(map(self._adapter, self.members[name])),
         )
+
+    def loads_beside(self, name: str) -> bool:
+        """Return whether a policy's engines load new versions while they serve: adapters, except
+        where an embedded engine of one policy merges them into its base."""
+        policy = self.spec.policies[name]
+        shared = len(self.members[name]) > 1
+        return shared or (policy.lora is not None and policy.engine.is_server)
+
+    def _adapter(self, name: str) -> int:
+        return adapter_parameters(self.spec.policies[name], self.shapes[name])
 
     def widths(self, name: str, most: int) -> list[int]:
         """Return the tensor-parallel sizes up to `most` with which an engine fits; at most
@@ -190,8 +225,9 @@ class JobRates:
             self.shapes[name],
             self.device,
             tensor_parallel=tensor_parallel,
-            context=self.context[name],
+            context=self.engine_context[name],
             running=running,
+            adapter=self._adapter(name),
         )
 
     def _assumed_trainer(self, name: str, ranks: int) -> TrainerRates:

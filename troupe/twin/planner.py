@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from troupe.devices import Device
 from troupe.job import JobSpec
-from troupe.job.engines.sharing import shared_policies
+from troupe.job.engines.sharing import engine_groups, shared_policies
 from troupe.job.sizing import SOLD, read_shape
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.balancing import BalancingRules, Pair
@@ -89,6 +89,8 @@ class PolicySplit:
     """Turns that one engine runs at once."""
     trainer_bytes: int
     """Bytes on each device of its gang."""
+    shares: str = ""
+    """The policy whose engines these are; empty: its own, which others may share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class JobPlan:
     considered: int = 0
     more_seconds: float | None = None
     """Seconds per step with one more host; None: not requested, or nothing fits."""
+    shared: Sequence[str] = ()
+    """What policies that share engines save, for people."""
     measured: Sequence[str] = ()
     assumed: Sequence[str] = ()
     """The basis of the times, for people."""
@@ -161,6 +165,12 @@ class _Case:
     def names(self) -> Sequence[str]:
         """The job's policies."""
         return tuple(self.spec.policies)
+
+    @property
+    def fleets(self) -> Mapping[str, tuple[str, ...]]:
+        """The policies on the same engines, under the first of them."""
+        every = self.rates.members
+        return {name: every[name] for name in self.names if every[name][0] == name}
 
     @property
     def simulated(self) -> bool:
@@ -220,10 +230,21 @@ def plan_job(
             more_seconds = min(_predict(wider, one).means.seconds for one in options[:_TRIED])
     measured, assumed = case.rates.origins()
     assumed += _unmodelled(spec)
+    shared = _savings(case)
     run = None
     if picture:
         run = _tried(case, tried[0].split, spans=True)
-    return JobPlan(tried[0], tried[1:], len(splits), more_seconds, measured, assumed, run)
+    return JobPlan(tried[0], tried[1:], len(splits), more_seconds, shared, measured, assumed, run)
+
+
+def _savings(case: _Case) -> list[str]:
+    """Describe what policies that share engines save."""
+    return [
+        f"{', '.join(members)}: {len(members)} roles on one group: 1 base instead of "
+        f"{len(members)}, {len(members) - 1} x {case.rates.weights_text(name)} less for each engine"
+        for name, members in case.fleets.items()
+        if len(members) > 1
+    ]
 
 
 def _case(
@@ -272,11 +293,19 @@ def _case(
             for turn in trajectory.turns:
                 kept = 0 if spec.policies[turn.policy].simulated else turn.shared
                 _add(turn, turn.prompt - kept, decoded, read, rows, contexts, scale)
-    context = {name: sum(all_) / max(1, len(all_)) for name, all_ in contexts.items()}
-    rates = JobRates(spec, costs, shapes, context, profile)
+    context = {name: _mean(some) for name, some in contexts.items()}
+    on_engines = dict(context)
+    for group in engine_groups(spec):
+        every = [one for name in group.policies for one in contexts[name]]
+        on_engines.update(dict.fromkeys(group.policies, _mean(every)))
+    rates = JobRates(spec, costs, shapes, context, on_engines, profile)
     return _Case(
         spec, costs, hosts, per_host, workload, rates, context, decoded, read, rows, longest
     )
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 def _drawn(trajectory: TwinTrajectory) -> int:
@@ -327,7 +356,7 @@ def _splits(case: _Case, devices: Sequence[Device]) -> Iterator[ClusterSplit]:
     """Yield all splits that fit into memory and can be placed."""
     spec = case.spec
     trained = set(spec.trained_policies)
-    width = {name: case.rates.widths(name, case.per_host) for name in case.names}
+    width = {name: case.rates.widths(name, case.per_host) for name in case.fleets}
     if not all(width.values()):
         return
     for engine_hosts, training_hosts, engine_devices, training_devices in _divisions(case):
@@ -335,20 +364,23 @@ def _splits(case: _Case, devices: Sequence[Device]) -> Iterator[ClusterSplit]:
         gangs = [_gangs(case, name, total) if name in trained else [(0, 0)] for name in case.names]
         if not all(gangs):
             continue
-        for widths in itertools.product(*(width[name] for name in case.names)):
-            counts = _shares(case, dict(zip(case.names, widths, strict=True)), engine_devices)
+        for widths in itertools.product(*width.values()):
+            sizes = dict(zip(width, widths, strict=True))
+            counts = _shares(case, sizes, engine_devices)
             trained_by = _chosen_gangs(case, dict(zip(case.names, gangs, strict=True)), total)
             for engines, chosen in itertools.product(counts, trained_by):
                 split = ClusterSplit(
                     {
                         name: PolicySplit(
-                            engines[name],
-                            tensor_parallel,
+                            engines[first],
+                            sizes[first],
                             chosen[name][0],
-                            case.rates.turns(name, tensor_parallel),
+                            case.rates.turns(first, sizes[first]),
                             chosen[name][1],
+                            "" if first == name else first,
                         )
-                        for name, tensor_parallel in zip(case.names, widths, strict=True)
+                        for name in case.names
+                        for first in case.rates.members[name][:1]
                     },
                     engine_hosts,
                     training_hosts,
@@ -412,9 +444,9 @@ def _chosen_gangs(
 
 def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> list[dict[str, int]]:
     """Return the engines of each policy on a host, by work: one each, then one more for the policy
-    with the most work per engine. With few policies also the shares with one engine moved to
-    another policy, since an engine's work depends on its queue. Empty: there is no room for one
-    engine each."""
+    with the most work per engine; of policies that share them, under the first. With few policies
+    also the shares with one engine moved to another policy, since an engine's work depends on its
+    queue. Empty: there is no room for one engine each."""
     work = {name: _engine_seconds(case, name, widths[name]) for name in widths}
     engines = fill_engines(widths, work, devices)
     if not engines:
@@ -430,12 +462,15 @@ def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> list[dict[s
 
 
 def _engine_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
-    """Return the seconds that one engine needs for a step's prefill and decoding, with a full
-    batch."""
+    """Return the seconds that one engine of a policy needs for a step's prefill and decoding, also
+    of the policies that share it, with a full batch."""
     rates = case.rates.engine(name, tensor_parallel)
     turns = max(1, min(case.rates.turns(name, tensor_parallel), 64))
     each = rates.decode_seconds / turns + rates.decode_seconds_per_turn
-    return case.decoded[name] * each + case.read[name] / rates.prefill_tokens_per_second
+    decoded, read = (
+        sum(of[one] for one in case.rates.members[name]) for of in (case.decoded, case.read)
+    )
+    return decoded * each + read / rates.prefill_tokens_per_second
 
 
 def _placed(case: _Case, split: ClusterSplit, devices: Sequence[Device]) -> bool:
@@ -454,7 +489,8 @@ def _placed(case: _Case, split: ClusterSplit, devices: Sequence[Device]) -> bool
         DeviceRequest(
             f"{name}/engine", "engine", one.engines * split.engine_hosts, one.tensor_parallel
         )
-        for name, one in split.policies.items()
+        for name in case.fleets
+        for one in [split.policies[name]]
     ]
     # Gangs that take turns on the same trainers need no separate devices.
     if gang := max(one.gang for one in split.policies.values()):
@@ -466,7 +502,8 @@ def _bound(case: _Case, split: ClusterSplit) -> float:
     """Return a lower bound of the seconds of a step: engines, trainers, or both alternately."""
     rollout = max(
         _engine_seconds(case, name, one.tensor_parallel) / (one.engines * split.engine_hosts)
-        for name, one in split.policies.items()
+        for name in case.fleets
+        for one in [split.policies[name]]
     )
     slowest = max(
         case.longest / max(1, len(case.names)) * _turn_seconds(case, name, one.tensor_parallel)
@@ -497,7 +534,13 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
     for name, one in split.policies.items():
         running = min(one.engine_turns, spec.policies[name].engine.max_running or one.engine_turns)
         rates = case.rates.engine(name, one.tensor_parallel, running)
-        fleet = EngineFleet(one.engines, rates, limit=max(1, running), devices=one.tensor_parallel)
+        fleet = EngineFleet(
+            one.engines,
+            rates,
+            limit=max(1, running),
+            devices=one.tensor_parallel,
+            adapters=case.rates.loads_beside(name),
+        )
         policies[name] = TwinPolicy(
             (fleet,),
             case.rates.trainer(name, max(1, one.gang)),
@@ -542,6 +585,7 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
             routing.policy, routing.sticky, routing.priority, routing.adaptive_limit
         ),
         balancing=balancing,
+        groups=[members for members in case.fleets.values() if len(members) > 1],
         barred=barred,
         switch_seconds=switch,
         share_prefixes=not case.simulated,
@@ -622,7 +666,7 @@ def _too_small(case: _Case) -> InvalidArgument:
                 f"which have {case.device.memory / gib:.0f} GB"
             )
     if not lacking:
-        engines = sum(case.rates.widths(name, case.per_host)[0] for name in case.names)
+        engines = sum(case.rates.widths(name, case.per_host)[0] for name in case.fleets)
         gangs = max(
             (_gangs(case, name, total)[0][0] for name in case.spec.trained_policies), default=0
         )

@@ -95,6 +95,7 @@ def plan_values(spec: JobSpec, found: JobPlan, hosts: int) -> dict[str, Any]:
         "considered": found.considered,
         "hosts": hosts,
         "seconds_with_one_more_host": found.more_seconds,
+        "shared": list(found.shared),
         "measured": list(found.measured),
         "assumed": list(found.assumed),
         "set": assignments(spec, found.best),
@@ -135,6 +136,7 @@ def _prediction_values(one: Prediction) -> dict[str, Any]:
         "policies": {
             name: {
                 "replicas": p.engines,
+                "shares_engines_of": p.shares,
                 "tensor_parallel": p.tensor_parallel,
                 "gang": p.gang,
                 "turns_at_once": p.engine_turns,

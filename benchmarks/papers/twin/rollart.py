@@ -116,7 +116,9 @@ def engine_fleet(device: str, count: int, features: Features) -> ClassedFleet:
     rates = _rates(device, fetched=features.fetched)
     if not features.affinity:
         return ClassedFleet(count, rates, _LIMIT, _TENSOR)
-    return ClassedFleet(count, rates, _LIMIT, _TENSOR, device, _known(rates))
+    return ClassedFleet(
+        count, rates, _LIMIT, _TENSOR, device_class=device, known_rates=_known(rates)
+    )
 
 
 # Rows of the table of step times. Between whole batches all engines load at once.

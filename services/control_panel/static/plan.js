@@ -67,7 +67,7 @@ function draw(found) {
   ].filter(Boolean).join(" · ");
   byId("plan-policies").tBodies[0].replaceChildren(...Object.entries(best.policies).map(([name, one]) => row([
     name,
-    best.engine_hosts > 1 ? `${one.replicas} x ${best.engine_hosts} hosts` : one.replicas,
+    one.shares_engines_of ? `with ${one.shares_engines_of}` : best.engine_hosts > 1 ? `${one.replicas} x ${best.engine_hosts} hosts` : one.replicas,
     one.tensor_parallel,
     one.turns_at_once,
     one.gang || "–",
@@ -78,7 +78,7 @@ function draw(found) {
     `+${percent(one.seconds_per_step / best.seconds_per_step - 1)}`,
     one.engine_devices,
     one.training_devices,
-    Object.entries(one.policies).map(([name, p]) => `${name} ${p.replicas}x${p.tensor_parallel}`).join(", "),
+    Object.entries(one.policies).map(([name, p]) => (p.shares_engines_of ? `${name} with ${p.shares_engines_of}` : `${name} ${p.replicas}x${p.tensor_parallel}`)).join(", "),
     Object.entries(one.policies).filter(([, p]) => p.gang).map(([name, p]) => `${name} ${p.gang}`).join(", ") || "–",
     percent(one.engines_busy),
     percent(one.trainers_busy),
@@ -86,7 +86,7 @@ function draw(found) {
   ])));
   byId("plan-set").textContent = found.set.map((one) => `--set ${one}`).join("\n");
   const origins = (title, lines) => lines.map((line) => el("li", {}, `${title}: ${line}`));
-  byId("plan-origins").replaceChildren(...origins("assumed", found.assumed), ...origins("measured", found.measured));
+  byId("plan-origins").replaceChildren(...found.shared.map((line) => el("li", {}, line)), ...origins("assumed", found.assumed), ...origins("measured", found.measured));
   drawPicture(found.picture, best.seconds_per_step);
 }
 

@@ -11,8 +11,9 @@ from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.contracts import metric_names
 from troupe.job import JobSpec
+from troupe.job.engines.sharing import engine_groups
 from troupe.scheduling.defaults import CPU
-from troupe.twin.hints import MOST_STEPS, PolicyUse, StepUse, split_metrics
+from troupe.twin.hints import JOINT, MOST_STEPS, PolicyUse, StepUse, split_metrics
 from troupe.twin.profile import JobProfile
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
@@ -100,6 +101,7 @@ class SplitWatch:
                 totals.seconds / totals.trajectories,
                 waits / totals.trajectories,
                 policies,
+                [group.policies for group in engine_groups(spec)],
             )
         )
         times = self._profile.policies
@@ -167,14 +169,19 @@ def lacking(
         return any(idle.get(one.beat.host_id, 0.0) >= _IDLE_CORE * needed for one in group)
 
     missing = {}
+    group_of = {name: one.policies for one in engine_groups(spec) for name in one.policies}
     for name, policy in spec.policies.items():
+        # Engines that policies share are one change, which a host is needed for once.
+        if (group := group_of.get(name, (name,)))[0] != name:
+            continue
+        change = f"engine/{JOINT.join(group)}"
         if policy.simulated is not None or policy.engine.urls:
             continue
         if on_devices:
             if max(engine_devices, spare) < policy.engine.tensor_parallel:
-                missing[f"engine/{name}"] = "device"
+                missing[change] = "device"
         elif not cores(1, rollouts):
-            missing[f"engine/{name}"] = "core"
+            missing[change] = "core"
     for change, ranks in {"trainer": 1, **{f"gang/{n}": r for n, r in computed.items()}}.items():
         if not computed:
             break

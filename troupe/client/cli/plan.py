@@ -145,7 +145,7 @@ def _show(spec: JobSpec, found: JobPlan, hosts: int, changes: list[str], console
     for name, one in split.policies.items():
         table.add_row(
             name,
-            f"{one.engines}{per_host}",
+            f"with {one.shares}" if one.shares else f"{one.engines}{per_host}",
             str(one.tensor_parallel),
             str(one.engine_turns),
             str(one.gang or "-"),
@@ -182,6 +182,8 @@ def _show(spec: JobSpec, found: JobPlan, hosts: int, changes: list[str], console
                 one_of.bottleneck,
             )
         console.print(others)
+    for line in found.shared:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for title, lines in (("measured", found.measured), ("assumed", found.assumed)):
         for line in lines:
             console.print(f"{title}: {line}", highlight=False, markup=False, soft_wrap=True)
@@ -213,6 +215,7 @@ def _where(one: Prediction, hosts: int) -> str:
 
 def _short(one: Prediction) -> str:
     return ", ".join(
-        f"{name} {p.engines}x{p.tensor_parallel}" + (f" gang {p.gang}" if p.gang else "")
+        f"{name} {f'with {p.shares}' if p.shares else f'{p.engines}x{p.tensor_parallel}'}"
+        + (f" gang {p.gang}" if p.gang else "")
         for name, p in one.split.policies.items()
     )
