@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from pydantic import ValidationError
+
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.jobs.checkpoints import link_folder
 from services.orchestrator.state.records import JobRecord
 from troupe.checkpoints.retention import versions_of_all
 from troupe.checkpoints.verifying import verify
 from troupe.job import JobSpec
-from troupe.job.origins import Origin, check_optimizers, examine
+from troupe.job.loading import explained
+from troupe.job.origins import Origin, check_optimizers, examine, with_origins
 from troupe.job.sections.policy import InitFromSpec
 from troupe.rpc import InvalidArgument, NotFound, ResourceExhausted
 from troupe.storage import UrlPlace, fetch_folder, is_url
@@ -33,7 +36,8 @@ async def resolve_origins(shared: Shared, directory: Path, spec: JobSpec) -> dic
     """Find and check what policies of a job begin with, and keep it for a job in `directory`.
 
     Raises `InvalidArgument` naming the field: for a job, policy or version that does not exist, a
-    checkpoint of another architecture, or an optimizer state that is not kept or does not fit.
+    checkpoint of another architecture, an optimizer state that is not kept or does not fit, or a
+    checkpoint with which the job is not valid.
     """
     found = {}
     for name, policy in spec.policies.items():
@@ -43,6 +47,14 @@ async def resolve_origins(shared: Shared, directory: Path, spec: JobSpec) -> dic
             found[name] = await _of_job(shared, directory, spec, name, policy.init_from)
         else:
             found[name] = await asyncio.to_thread(_of_path, spec, name, policy.init_from)
+    try:
+        with_origins(spec, found, directory)
+    except ValidationError as error:
+        # A whole checkpoint is another base than that of the policies which share its engines.
+        first = explained(error, JobSpec)[0]
+        raise InvalidArgument(
+            first.message, kind="init_from_mismatch", field=first.field, remedy=first.remedy
+        ) from error
     return found
 
 

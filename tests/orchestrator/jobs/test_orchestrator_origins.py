@@ -13,6 +13,7 @@ import yaml
 from services.orchestrator.state.records import JobRecord
 from tests.support.cluster import Cluster, job_yaml
 from troupe.job import JobSpec, parse_job
+from troupe.job.engines.sharing import engine_groups
 from troupe.rpc import InvalidArgument
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
@@ -143,6 +144,28 @@ async def test_an_origin_that_does_not_exist_or_fit_is_refused_at_submit(
     assert error.remedy
     reply = await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())
     assert [job.job_id for job in reply.jobs] == [source]
+
+
+async def test_policies_that_must_share_engines_cannot_begin_with_different_bases(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    base, other = (checkpoint(tmp_path / name, model_type="qwen3") for name in ("base", "other"))
+    over: dict[str, Any] = {}
+    for name in ("solver", "checker"):
+        over[f"policies__{name}__model"] = {"path": str(base)}
+        over[f"policies__{name}__lora"] = {"rank": 4}
+        over[f"policies__{name}__engine"] = {"share": "crew"}
+    with pytest.raises(InvalidArgument, match="the bases of group 'crew' differ") as caught:
+        await cluster.submit(job_yaml(**over, **{SOLVER: str(other)}))
+    assert caught.value.kind == "init_from_mismatch"
+    assert caught.value.field == "policies.solver.engine.share"
+    # Left to themselves, each has engines of its own.
+    for name in ("solver", "checker"):
+        del over[f"policies__{name}__engine"]
+    job_id = await cluster.submit(job_yaml(**over, **{SOLVER: str(other)}))
+    job = await cluster.wait(job_id)
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
+    assert engine_groups(bound(cluster, job_id)) == ()
 
 
 async def test_a_language_model_does_not_begin_with_a_network(cluster: Cluster) -> None:
