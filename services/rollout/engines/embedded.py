@@ -1,7 +1,7 @@
-"""The engine whose model is computed by the rollout process's own torch.
+"""The engine whose model is computed by the rollout process's own torch, and its host.
 
 Small models on CPUs: one command and no installation. A batcher computes the passes in a thread of
-its own.
+its own, for all policies whose engines stand on the host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Final
 
@@ -18,28 +20,40 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines.base import ServingEngine, Tensors
-from services.rollout.engines.errors import EngineDied, EngineStartFailed
+from services.rollout.engines.errors import (
+    EngineDied,
+    EngineStartFailed,
+    TurnReturned,
+    WeightsRefused,
+)
+from services.rollout.engines.hosts import EngineHost
 from services.rollout.engines.requests import EngineResponse, Memory, ScoreRequest
 from services.rollout.engines.server_process import EngineDevices
+from services.rollout.engines.slot_adapters import LiveVersion, RowAdapter
 from services.rollout.engines.slot_attention import check_attention
 from services.rollout.engines.slot_batcher import SlotBatcher, default_room
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import (
     Adapted,
-    add_adapter,
+    BaseWeights,
     adopt,
     arranged,
     check_base,
     check_published,
+    first_difference,
     load_config,
-    served_beside,
+    refused_adapter,
+    require_checksum,
     skeleton,
     verify,
+    with_base,
 )
+from troupe.checkpoints.adapters import linear_layers
 from troupe.job import PolicySpec
 from troupe.mixtures import Routers, is_mixture
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.scheduling.defaults import context_of
+from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.backend import Sampling
 from troupe.workflow.languages import end_ids, positions_of
@@ -61,33 +75,21 @@ PASS_TOKENS: Final = 4096
 _PASS_LOGITS: Final = 1 << 25
 
 
-class EmbeddedEngine(ServingEngine):
-    """Serves a policy with the rollout process's own torch.
+class EmbeddedHost(EngineHost):
+    """One model and its batcher in this process, under the engines of one or several policies.
 
-    Weights change between two passes of the model: keys and values of running turns are recomputed
-    under the new weights, and the turns continue. A version is served from where it was published,
-    in this host's shared memory: the engines of a policy share one copy. `threads`: torch threads
-    of the process; more than one hurts on shared cores, where they spin.
+    The model's own weights change between two passes; keys and values of running turns are computed
+    again. Adapters over them are loaded next to each other, and a turn ends with the one that it
+    began with. Engines of several policies have adapters, or the bare base, which is loaded once.
 
-    A LoRA adapter is merged into a copy of a float32 base, and computed beside a half-precision one
-    (weights.py).
-
-    `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
-    else is batched with it and whatever is cached; slower (docs/guarantees.md).
-
-    `routed_experts`: turns of a mixture of experts say which experts their tokens were sent to.
-
-    `device`: "cpu", "cuda" or "auto"; on GPUs, one of `devices`, which engines take in turn. A GPU
-    has a copy of the weights per engine.
-    """
-
-    kind: ClassVar[str] = "embedded"
+    The first engine that starts brings the model up, and the last one that stops releases it. A
+    death ends the engines of all policies; each restarts itself."""
 
     def __init__(
         self,
-        engine_id: str,
-        policy: str,
-        spec: PolicySpec,
+        host_id: str,
+        specs: Mapping[str, PolicySpec],
+        engine_class: type[EmbeddedEngine] | None = None,
         *,
         threads: int = 1,
         deterministic: bool = False,
@@ -95,27 +97,321 @@ class EmbeddedEngine(ServingEngine):
         devices: EngineDevices | None = None,
         routed_experts: bool = False,
     ) -> None:
-        super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
-        self._spec = spec
+        """`specs`: by policy, in the job's order, of one base and with equal `engine` sections.
+        The others: see `EmbeddedEngine`."""
+        super().__init__(host_id, specs, engine_class or EmbeddedEngine)
+        self._policy, self._spec = next(iter(self.specs.items()))
         self._threads = threads
         self._deterministic = deterministic
         self._where = device
         self._routed_experts = routed_experts
         self._devices = devices or EngineDevices()
-        self._model: torch.nn.Module | None = None
-        self._batcher: SlotBatcher | None = None
-        self._progress_at = time.monotonic()
+        self.model: PreTrainedModel | None = None
+        self.batcher: SlotBatcher | None = None
+        self.max_context = 0
+        self.vocabulary = 0
+        self.eos_ids: frozenset[int] = frozenset()
+        # The model's own weights; None until they are loaded.
+        self.base: BaseWeights | None = None
+        # Engines that have started and not stopped, with the memory that they do without.
+        self._engines: dict[EmbeddedEngine, frozenset[Memory]] = {}
+        self.progress_at = time.monotonic()
+        # Serializes starts, sleep, and loads of the model's own weights.
+        self._changing = asyncio.Lock()
+
+    def engine(self, engine_id: str, policy: str) -> EmbeddedEngine:
+        """Return the engine of a policy on this model, not started."""
+        assert self._engine_class is not None
+        engine: EmbeddedEngine = self._engine_class(
+            engine_id, policy, self.specs[policy], host=self
+        )
+        return engine
+
+    @property
+    def held_devices(self) -> frozenset[int]:
+        """Indices of the worker's devices that the model is on."""
+        return self._devices.held(self.host_id)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the batcher runs."""
+        return self.batcher is not None and self.batcher.alive
+
+    @property
+    def turns(self) -> int:
+        """Turns in flight, of all engines."""
+        return sum(engine.turns for engine in self._engines)
+
+    async def join(self, engine: EmbeddedEngine) -> None:
+        """Take in an engine that starts or wakes, and bring the model up unless it is. Raises
+        `EngineStartFailed`."""
+        async with self._changing:
+            if not self.is_up:
+                self._drop_batcher()
+                await self._launch(engine)
+                self.progress_at = time.monotonic()
+            self._engines[engine] = frozenset()
+
+    async def leave(self, engine: EmbeddedEngine) -> None:
+        """Let an engine go that has stopped; the last one takes the model along. Repeatable."""
+        self._engines.pop(engine, None)
+        if not self._engines:
+            await self._release({"weights"})
+            self._devices.release(self.host_id)
+
+    async def release(self, engine: EmbeddedEngine, tags: frozenset[Memory]) -> None:
+        """Have an engine do without memory, which is freed if all of them do."""
+        async with self._changing:
+            self._engines[engine] |= tags
+            if all(self._engines.values()):
+                await self._release(frozenset.intersection(*self._engines.values()))
+
+    async def _release(self, tags: Collection[Memory]) -> None:
+        batcher, self.batcher = self.batcher, None
+        if "weights" in tags:
+            self.model = self.base = None
+        if batcher is not None:
+            await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
+            del batcher
+            _give_back_memory()
+
+    def die(self, reason: str) -> None:
+        """Have all engines die, and drop the batcher. Repeatable."""
+        self._drop_batcher()
+        engines, self._engines = self._engines, {}
+        for engine in engines:
+            engine.died(reason)
+
+    def _drop_batcher(self) -> None:
+        """End the batcher, whose thread may hang, without waiting for it."""
+        batcher, self.batcher = self.batcher, None
+        self.model = self.base = None
+        if batcher is not None:
+            batcher.stop(0.0)
+
+    def required(self, engine: EmbeddedEngine) -> tuple[SlotBatcher, PreTrainedModel]:
+        """The batcher and its model. Raises `EngineDied`."""
+        if self.batcher is None or self.model is None or not self.batcher.alive:
+            self.die("its thread ended")
+            raise EngineDied(engine.engine_id, engine.message)
+        return self.batcher, self.model
+
+    def holds(self, checksum: str) -> bool:
+        """Whether the model's own weights have that checksum."""
+        return self.base is not None and self.base.ref.checksum == checksum
+
+    async def arranged(self, base: BaseWeights, engine: EmbeddedEngine) -> Tensors | None:
+        """The tensors of `base` by the model's names; None if they are loaded already. Raises
+        `WeightsRefused`, also where engines of other policies serve other weights."""
+        if self.holds(base.ref.checksum):
+            return None
+        _, model = self.required(engine)
+        others = [
+            other for other in self._engines if other is not engine and other.version is not None
+        ]
+        if others and self.base is not None:
+            raise await asyncio.to_thread(_other_base, self.base, base, others[0].policy)
+        await asyncio.to_thread(verify, base.tensors, model, base.ref)
+        return await asyncio.to_thread(arranged, base.tensors, model, base.ref)
+
+    async def load(
+        self,
+        base: BaseWeights,
+        tensors: Tensors,
+        engine: EmbeddedEngine,
+        loaded: Callable[[], None],
+    ) -> float:
+        """Load the model's own weights, `base` as `arranged`, and call `loaded` before the next
+        pass; returns the seconds that serving stood still. Raises `EngineDied`."""
+        async with self._changing:
+            if self.holds(base.ref.checksum):  # another engine has loaded them meanwhile
+                loaded()
+                return 0.0
+            batcher, model = self.required(engine)
+            swap = partial(_swap, batcher, model, tensors, base.ref, loaded)
+            seconds = await self.between_passes(engine, swap)
+            self.base = base
+            return seconds
+
+    async def between_passes(self, engine: EmbeddedEngine, call: Callable[[], float]) -> float:
+        """Run a call of the batcher that pauses passes. Raises `EngineDied`."""
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                return await asyncio.to_thread(call)
+        except TimeoutError as error:
+            self.die(f"no step boundary within {STALL_SECONDS:g} s")
+            raise EngineDied(engine.engine_id, engine.message) from error
+        except RuntimeError as error:  # the batcher ended meanwhile
+            self.die(str(error))
+            raise EngineDied(engine.engine_id, engine.message) from error
+
+    async def _launch(self, engine: EmbeddedEngine) -> None:
+        """Build and start a batcher; it is stopped again when the start is cancelled."""
+        device = torch_device(self._where)
+        if device.type == "cuda":
+            device = torch.device("cuda", self._devices.share(self.host_id))
+        loop = asyncio.get_running_loop()
+        batcher, model = await asyncio.to_thread(self._build, loop, device)
+        engine.require_wanted()
+        # Set before the start, which may take minutes, so that `leave` ends it meanwhile. No turn
+        # is submitted yet: the engine does not serve.
+        self.batcher, self.model = batcher, model
+        try:
+            await asyncio.to_thread(batcher.start)
+            engine.require_wanted()
+        except BaseException:  # the start's thread goes on when this task is cancelled
+            self.batcher = self.model = None
+            await asyncio.shield(asyncio.to_thread(batcher.stop, 0.0))
+            raise
+
+    def _build(
+        self, loop: asyncio.AbstractEventLoop, device: torch.device
+    ) -> tuple[SlotBatcher, PreTrainedModel]:
+        """A batcher that has not started, and its model. Blocking."""
+        torch.set_num_threads(self._threads)
+        spec = self._spec
+        config = load_config(spec.language_model, self._policy)
+        source = spec.language_model.resolved(config)
+        text = config.get_text_config()
+        model = skeleton(config, source.weight_dtype, self._policy)
+        model.to(device)
+        check_attention(model, self._policy, deterministic=self._deterministic)
+        running = spec.engine.running_limit
+        self.max_context = context_of(
+            spec.engine.max_context, positions_of(text), default_room(model, running)
+        )
+        self.vocabulary = text.vocab_size
+        self.eos_ids = end_ids(config, source.path, source.revision)
+
+        def exited(reason: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
+                loop.call_soon_threadsafe(self._exited, batcher, reason)
+
+        routers = Routers.of(model) if self._routed_experts else None
+        if self._routed_experts and routers is None and is_mixture(config):
+            raise EngineStartFailed(
+                "the embedded engine cannot say which experts its tokens were sent to: its routers "
+                "do not select by top-k",
+                field="algorithm.router_replay",
+                value=True,
+                remedy="Turn it off, or serve this model with `kind: sglang`.",
+            )
+        try:
+            batcher = SlotBatcher(
+                model,
+                max_running=running,
+                max_context=self.max_context,
+                exited=exited,
+                routers=routers,
+                keep_cache=spec.engine.cache == "keep",
+                deterministic=self._deterministic,
+            )
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise EngineStartFailed(
+                f"no memory for keys and values of {running} turns: {error}",
+                field=f"policies.{self._policy}.engine.max_context",
+                value=self.max_context,
+                remedy="Lower it, or `max_running`.",
+            ) from error
+        for own in self.specs.values():
+            if own.lora is not None:
+                batcher.adapt(linear_layers(model, own.lora.target_modules)[0])
+        return batcher, model
+
+    def _exited(self, batcher: SlotBatcher, reason: str) -> None:
+        if batcher is self.batcher:
+            log.error("the model of %s died: %s", ", ".join(self.specs), reason)
+            self.die(reason)
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """A version that is about to be served. `tensors`: the model's own weights, if they are to be
+    loaded. `adapter`: over them, if the version is one."""
+
+    base: BaseWeights
+    tensors: Tensors | None
+    adapter: RowAdapter | None
+
+
+class EmbeddedEngine(ServingEngine):
+    """Serves a policy with the rollout process's own torch.
+
+    A version is served from where it was published, in this machine's shared memory: the engines of
+    a policy share one copy. `threads`: torch threads of the process; more than one hurts on shared
+    cores, where they spin.
+
+    LoRA adapters are computed in float32 next to the base, whatever its dtype (slot_adapters.py):
+    merged weights would be a second copy of the base, and turns in flight would be computed again
+    at each update.
+
+    `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
+    else is batched with it and whatever is cached; slower (docs/guarantees.md).
+
+    `routed_experts`: turns of a mixture of experts say which experts their tokens were sent to.
+
+    `device`: "cpu", "cuda" or "auto"; on GPUs, one of `devices`, which engines take in turn. A GPU
+    has a copy of the weights per host.
+    """
+
+    kind: ClassVar[str] = "embedded"
+    host_class: ClassVar[type[EngineHost]] = EmbeddedHost
+
+    def __init__(
+        self,
+        engine_id: str,
+        policy: str,
+        spec: PolicySpec,
+        *,
+        host: EmbeddedHost | None = None,
+        threads: int = 1,
+        deterministic: bool = False,
+        device: str = "cpu",
+        devices: EngineDevices | None = None,
+        routed_experts: bool = False,
+    ) -> None:
+        """`host`: the model that several policies share; None: one of its own, made with the other
+        options."""
+        self._host = host or EmbeddedHost(
+            engine_id,
+            {policy: spec},
+            threads=threads,
+            deterministic=deterministic,
+            device=device,
+            devices=devices,
+            routed_experts=routed_experts,
+        )
+        super().__init__(engine_id, policy, in_flight=spec.engine.in_flight, host=self._host)
+        self._spec = spec
+        # What new turns are drawn by, and the numbers of turns in flight by what draws them.
+        self._live = LiveVersion(self._drew)
+        self._drawing: Counter[LiveVersion] = Counter()
+        self._loading: _Loading | None = None
+        # While the base under an adapter is replaced.
+        self._rebasing = False
         self._misses = 0
 
     @property
     def held_devices(self) -> frozenset[int]:
         """Indices of the worker's devices that the engine computes on."""
-        return self._devices.held(self.engine_id)
+        return self._host.held_devices
+
+    @property
+    def turns(self) -> int:
+        """Turns in flight."""
+        return len(self._turns)
+
+    @property
+    def live_versions(self) -> list[int]:
+        """The versions that are loaded side by side, ascending; empty if that is only
+        `version`."""
+        served = {live.version for live in self._drawing}
+        found = sorted(served if self.version is None else served | {self.version})
+        return found if len(found) > 1 else []
 
     async def _begin(self) -> None:
-        """Build the model without weights and start its batcher."""
-        if self._batcher is not None:  # its thread may hang: do not wait for it
-            await asyncio.to_thread(self._batcher.stop, 0.0)
+        """Build the model without weights and start its batcher, unless another policy's engine has
+        done so."""
         await self._bring_up()
 
     async def abort(self, request_id: str) -> None:
@@ -128,13 +424,14 @@ class EmbeddedEngine(ServingEngine):
 
     async def check(self) -> common_pb.EngineState.ValueType:
         """Probe the batcher: it must be alive and, with turns in flight, draw tokens."""
+        host = self._host
         if not self._life.alive or self._asleep:
             return self.state
-        if self._batcher is None or not self._batcher.alive:
+        if not host.is_up:
             self._die("its thread ended")
             return self.state
-        stalled = time.monotonic() - self._progress_at
-        idle = not len(self._turns)
+        stalled = time.monotonic() - host.progress_at
+        idle = not host.turns
         if idle and self._life.serves and stalled > PROBE_AFTER_SECONDS:
             missed = not await self._generates()
         else:
@@ -165,32 +462,41 @@ class EmbeddedEngine(ServingEngine):
         except TroupeError as error:
             log.warning("engine %s: its probe failed: %s", self.engine_id, error)
             return False
-        self._progress_at = time.monotonic()
+        self._host.progress_at = time.monotonic()
         return True
 
     async def stop(self) -> None:
-        """End turns as aborted, then the batcher, and release the model."""
+        """End turns as aborted, and leave the model."""
         self._life.stopped()
         for turn in self._turns:
             await self.abort(turn.request_id)
-        batcher, self._batcher, self._model = self._batcher, None, None
-        if batcher is not None:
-            await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
-            del batcher
-            _give_back_memory()
-        self._devices.release(self.engine_id)
+        await self._host.leave(self)
 
     async def _serve(self, turn: EngineTurn) -> EngineResponse:
-        batcher = self._require_batcher()
+        while self._rebasing:
+            await self._settled.wait()
+            await self._serving()
+        batcher, _ = self._host.required(self)
         future: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
         self._waiting[turn.request_id] = future
-        if len(self._turns) == 1:
-            self._progress_at = time.monotonic()
+        if self._host.turns == 1:
+            self._host.progress_at = time.monotonic()
+        live = self._live
+        self._drawing[live] += 1
         try:
-            batcher.submit(turn, self._ended)
+            batcher.submit(turn, live, self._ended)
             return await future
         finally:
             del self._waiting[turn.request_id]
+            self._drawing[live] -= 1
+            self._retire(live)
+
+    def _retire(self, live: LiveVersion) -> None:
+        """Let go of a version that no turn needs any more, and none will."""
+        if self._drawing[live] == 0:
+            del self._drawing[live]
+            if live is not self._live and self._host.batcher is not None:
+                self._host.batcher.retire(live)
 
     async def _score(
         self, asked: Sequence[ScoreRequest], temperature: float
@@ -198,23 +504,31 @@ class EmbeddedEngine(ServingEngine):
         found: dict[int, list[float]] = {}
         versions = set()
         for numbers in scoring_passes(asked, self.vocabulary):
-            batcher, model = self._require_batcher(), self._model
-            assert model is not None  # alive
-            some = [asked[number] for number in numbers]
-            call = partial(continuation_logprobs, model, some, temperature)
+            batcher, model = self._host.required(self)
+            live, some = self._live, [asked[number] for number in numbers]
+
+            def call(
+                model: PreTrainedModel = model,
+                some: list[ScoreRequest] = some,
+                live: LiveVersion = live,
+            ) -> tuple[list[list[float]], int]:
+                return continuation_logprobs(model, some, temperature), live.version
+
+            rows = len({_row(one) for one in some}) * len(_row(some[0]))
+            scored = partial(batcher.run_between_passes, call, live.adapter, rows)
             try:
-                rows, version = await asyncio.to_thread(batcher.run_between_passes, call)
+                logprobs, version = await asyncio.to_thread(scored)
             except (RuntimeError, TimeoutError) as error:
                 raise EngineDied(self.engine_id, str(error)) from error
             versions.add(version)
-            found |= zip(numbers, rows, strict=True)
+            found |= zip(numbers, logprobs, strict=True)
         if len(versions) != 1:
             return None
         return [found[number] for number in range(len(asked))], versions.pop()
 
     def _drop(self, turn: EngineTurn) -> None:
-        if self._batcher is not None:
-            self._batcher.cancel(turn)
+        if self._host.batcher is not None:
+            self._host.batcher.cancel(turn)
 
     def _fail_turns(self, error: Exception) -> None:
         for turn, future in self._unanswered():
@@ -226,59 +540,90 @@ class EmbeddedEngine(ServingEngine):
                 future.set_result(response)
 
     async def _release(self, tags: frozenset[Memory]) -> None:
-        batcher, self._batcher = self._batcher, None
-        if "weights" in tags:
-            self._model = None
-        if batcher is not None:
-            await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
-            del batcher
-            _give_back_memory()
+        self._forget_live()
+        await self._host.release(self, tags)
 
     async def _resume(self, tags: frozenset[Memory]) -> None:
         if tags == self._asleep:  # all that was released: cache and model are built together
             await self._bring_up()
 
     async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
-        assert self._model is not None  # alive
-        await asyncio.to_thread(check_published, tensors, self._model, self._spec.lora, ref.key)
+        _, model = self._host.required(self)
+        await asyncio.to_thread(check_published, tensors, model, self._spec.lora, ref.key)
 
     async def _fits_base(self, adapted: Adapted) -> None:
-        assert self._model is not None  # alive
-        await asyncio.to_thread(check_base, adapted, self._model)
+        _, model = self._host.required(self)
+        if not self._host.holds(adapted.base.ref.checksum):
+            await asyncio.to_thread(check_base, adapted, model)
+
+    def _read(
+        self, ref: common_pb.WeightsRef, transfer: Transfer
+    ) -> tuple[Tensors, Adapted | None]:
+        tensors, _ = transfer.get(ref.key, expected_checksum=ref.checksum)
+        return tensors, with_base(tensors, ref, transfer, self._host.base)
 
     async def _prepared(
         self, tensors: Tensors, ref: common_pb.WeightsRef, adapted: Adapted | None
     ) -> tuple[Tensors, common_pb.WeightsRef]:
-        assert self._model is not None  # alive
+        _, model = self._host.required(self)
+        base, adapter = BaseWeights(ref, tensors), None
         if adapted is not None:
-            adapted = await asyncio.to_thread(adapted.in_model, self._model, ref)
-            place = adapted.beside if served_beside(self._model) else adapted.merged
-            return await asyncio.to_thread(place, ref)
-        await asyncio.to_thread(verify, tensors, self._model, ref)
-        return await asyncio.to_thread(arranged, tensors, self._model, ref), ref
+            base = adapted.base
+            adapter = await asyncio.to_thread(_row_adapter, tensors, adapted, ref, model.device)
+        self._loading = _Loading(base, await self._host.arranged(base, self), adapter)
+        return tensors, ref
 
     async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
-        batcher, model = self._require_batcher(), self._model
-        assert model is not None  # alive
+        loading, self._loading = self._loading, None
+        assert loading is not None  # prepared
         self._return_turns(ref)
-        on_host = next(model.parameters()).device.type == "cpu"
-        self._way = "mapped" if on_host else "copied"
-        try:
-            async with asyncio.timeout(STALL_SECONDS):
-                return await asyncio.to_thread(_swap, batcher, model, tensors, ref)
-        except TimeoutError as error:
-            self._die(f"no step boundary within {STALL_SECONDS:g} s")
-            raise EngineDied(self.engine_id, self.message) from error
-        except RuntimeError as error:  # the batcher ended meanwhile
-            self._die(str(error))
-            raise EngineDied(self.engine_id, self.message) from error
+        if loading.adapter is None:
+            return await self._load_whole(loading, ref)
+        host = self._host
+        seconds = 0.0
+        self._way = "adapter"
+        if loading.tensors is not None:
+            # Turns in flight have an adapter over the base that goes.
+            reason = f"version {ref.version} has another base"
+            self._rebasing = True
+            try:
+                self._fail_turns(TurnReturned(self.engine_id, reason))
+                seconds += await host.load(loading.base, loading.tensors, self, _nothing)
+            finally:
+                self._rebasing = False
+        batcher, _ = host.required(self)
+        seconds += await host.between_passes(self, partial(batcher.admit, loading.adapter))
+        self._forget_live()
+        self._live = LiveVersion(self._drew, ref.version, loading.adapter)
+        return seconds
+
+    async def _load_whole(self, loading: _Loading, ref: common_pb.WeightsRef) -> float:
+        """Serve the model's own weights, which running turns go on with."""
+        if self._live.adapter is not None:
+            self._forget_live()
+        live = self._live
+
+        def loaded() -> None:
+            live.version = ref.version
+
+        _, model = self._host.required(self)
+        self._way = "mapped" if model.device.type == "cpu" else "copied"
+        if loading.tensors is None:
+            loaded()
+            return 0.0
+        return await self._host.load(loading.base, loading.tensors, self, loaded)
+
+    def _forget_live(self) -> None:
+        """Draw no new turns by what has drawn them."""
+        former, self._live = self._live, LiveVersion(self._drew)
+        self._retire(former)
 
     async def _bring_up(self) -> None:
-        """Build the model and start its batcher; on failure DEAD and `EngineStartFailed`."""
+        """Have the host bring the model up; on failure DEAD and `EngineStartFailed`."""
         seconds = self._spec.engine.start_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                await self._launch()
+                await self._host.join(self)
         except TimeoutError as error:
             self._life.died(f"not ready within {seconds:g} s")
             raise EngineStartFailed(
@@ -290,103 +635,40 @@ class EmbeddedEngine(ServingEngine):
         except EngineStartFailed as error:
             self._life.died(str(error))
             raise
-        self._progress_at, self._misses = time.monotonic(), 0
+        host = self._host
+        self.max_context, self.vocabulary = host.max_context, host.vocabulary
+        self.eos_ids = host.eos_ids
+        self._misses = 0
 
-    async def _launch(self) -> None:
-        """Build and start a batcher; it is stopped again when the start is cancelled."""
-        device = torch_device(self._where)
-        if device.type == "cuda":
-            device = torch.device("cuda", self._devices.share(self.engine_id))
-        loop = asyncio.get_running_loop()
-        batcher, model = await asyncio.to_thread(self._build, loop, device)
-        self._require_wanted()
-        # Set before the start, which may take minutes, so that `stop` ends it meanwhile. No turn
-        # is submitted yet: the engine does not serve.
-        self._batcher, self._model = batcher, model
-        try:
-            await asyncio.to_thread(batcher.start)
-            self._require_wanted()
-        except BaseException:  # the start's thread goes on when this task is cancelled
-            self._batcher = self._model = None
-            await asyncio.shield(asyncio.to_thread(batcher.stop, 0.0))
-            raise
-
-    def _require_wanted(self) -> None:
+    def require_wanted(self) -> None:
+        """Raise `EngineDied` if the engine was stopped."""
         if self.state == common_pb.ENGINE_STATE_STOPPED:
             raise EngineDied(self.engine_id, "it was stopped")
 
-    def _build(
-        self, loop: asyncio.AbstractEventLoop, device: torch.device
-    ) -> tuple[SlotBatcher, torch.nn.Module]:
-        """A batcher that has not started, and its model. Blocking."""
-        torch.set_num_threads(self._threads)
-        spec = self._spec
-        config = load_config(spec.language_model, self.policy)
-        source = spec.language_model.resolved(config)
-        text = config.get_text_config()
-        model = skeleton(config, source.weight_dtype, self.policy)
-        model.to(device)
-        add_adapter(model, spec.lora)
-        check_attention(model, self.policy, deterministic=self._deterministic)
-        running = spec.engine.running_limit
-        self.max_context = context_of(
-            spec.engine.max_context, positions_of(text), default_room(model, running)
-        )
-        self.vocabulary = text.vocab_size
-        self.eos_ids = end_ids(config, source.path, source.revision)
+    def _die(self, reason: str) -> None:
+        self.died(reason)
+        self._host.die(reason)
 
-        def exited(reason: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended already
-                loop.call_soon_threadsafe(self._exited, batcher, reason)
-
-        routers = Routers.of(model) if self._routed_experts else None
-        if self._routed_experts and routers is None and is_mixture(config):
-            raise EngineStartFailed(
-                "the embedded engine cannot say which experts its tokens were sent to: its routers "
-                "do not select by top-k",
-                field="algorithm.router_replay",
-                value=True,
-                remedy="Turn it off, or serve this model with `kind: sglang`.",
-            )
-        try:
-            batcher = SlotBatcher(
-                model,
-                max_running=running,
-                max_context=self.max_context,
-                drew=self._drew,
-                exited=exited,
-                routers=routers,
-                keep_cache=spec.engine.cache == "keep",
-                deterministic=self._deterministic,
-            )
-        except (OSError, torch.OutOfMemoryError) as error:
-            raise EngineStartFailed(
-                f"no memory for keys and values of {running} turns: {error}",
-                field=f"policies.{self.policy}.engine.max_context",
-                value=self.max_context,
-                remedy="Lower it, or `max_running`.",
-            ) from error
-        return batcher, model
-
-    def _require_batcher(self) -> SlotBatcher:
-        if self._batcher is None or not self._batcher.alive:
-            self._die("its thread ended")
-            raise EngineDied(self.engine_id, self.message)
-        return self._batcher
+    def died(self, reason: str) -> None:
+        """Be dead, as the model is. Repeatable."""
+        super()._die(reason)
+        self._live = LiveVersion(self._drew)
 
     def _drew(self, count: int) -> None:
         self._turns.drew(count)
-        self._progress_at = time.monotonic()
+        self._host.progress_at = time.monotonic()
 
     def _ended(self, turn: EngineTurn, error: str | None) -> None:
         """Called by the batcher in the event loop when it has finished `turn`."""
-        if error is not None and (self._batcher is None or not self._batcher.alive):
+        if error is not None and not self._host.is_up:
             self._die(error)
             return
         future = self._waiting.get(turn.request_id)
         if future is None or future.done() or turn.closed:
             return
         turn.closed = True
+        if not self._spec.trainable:  # nobody replays them
+            turn.routes = None
         if error is None:
             future.set_result(turn.result())
         else:
@@ -396,11 +678,6 @@ class EmbeddedEngine(ServingEngine):
                     kind="engine_request_failed",
                 )
             )
-
-    def _exited(self, batcher: SlotBatcher, reason: str) -> None:
-        if batcher is self._batcher:
-            log.error("engine %s of policy %s died: %s", self.engine_id, self.policy, reason)
-            self._die(reason)
 
 
 def torch_device(setting: str) -> torch.device:
@@ -423,16 +700,50 @@ def _give_back_memory() -> None:
 
 
 def _swap(
-    batcher: SlotBatcher, model: torch.nn.Module, tensors: Tensors, ref: common_pb.WeightsRef
+    batcher: SlotBatcher,
+    model: torch.nn.Module,
+    tensors: Tensors,
+    ref: common_pb.WeightsRef,
+    loaded: Callable[[], None],
 ) -> float:
-    """Serve `tensors` from the next pass on; see `SlotBatcher.swap`. Blocking."""
+    """Compute with `tensors` from the next pass on; see `SlotBatcher.swap`. Blocking."""
     former: list[torch.Tensor] = []
 
     def change() -> None:
         former.extend(adopt(tensors, model, ref))
+        loaded()
 
     # The former tensors are unmapped on return, when passes are computed again.
-    return batcher.swap(change, ref.version)
+    return batcher.swap(change)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _row_adapter(
+    published: Tensors, adapted: Adapted, ref: common_pb.WeightsRef, device: torch.device
+) -> RowAdapter:
+    """The adapter `published` as `ref`, in the form of passes. Blocking.
+
+    Raises `WeightsRefused`.
+    """
+    require_checksum(published, ref)
+    for name, tensor in adapted.adapter.tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise refused_adapter(f"'{name}' has values that are not finite", ref.key)
+    return RowAdapter.of(adapted.adapter, device)
+
+
+def _other_base(held: BaseWeights, wanted: BaseWeights, other: str) -> WeightsRefused:
+    """The error of a policy whose base is not that of the policy `other`. Blocking."""
+    name = first_difference(held.tensors, wanted.tensors)
+    return WeightsRefused(
+        f"its base is not that of policy '{other}', whose engine it shares: '{name}' differs",
+        field="weights",
+        value=wanted.ref.key,
+        remedy="Train both from the same model, or set `engine.share: never` for one of them.",
+    )
 
 
 def scoring_passes(asked: Sequence[ScoreRequest], vocabulary: int) -> list[list[int]]:

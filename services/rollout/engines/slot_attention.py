@@ -88,15 +88,15 @@ def _has_sinks(model: PreTrainedModel) -> bool:
 class PaddedRuns:
     """b runs that are padded to each other, right-aligned, to Q queries and K keys.
 
-    `rows`: their packed rows, which are consecutive. `gather` [b * Q]: the row of each query;
-    `real`: indices of those that are no padding; both None where there is none. `slots`: the slots
-    of their keys. `masks`: by the window of a layer (`windows_of`).
+    `rows`: their rows in the pass. `gather` [b * Q]: the row of each query; `real`: indices of
+    those that are no padding; both None where there is none. `slots`: the slots of their keys.
+    `masks`: by the window of a layer (`windows_of`).
     """
 
     b: int
     q: int
     k: int
-    rows: slice
+    rows: slice | torch.Tensor
     gather: torch.Tensor | None
     real: torch.Tensor | None
     slots: slice | torch.Tensor
@@ -107,7 +107,7 @@ class PaddedRuns:
         """The same with its tensors on `device`."""
         moved: dict[str, Any] = {
             name: value.to(device)
-            for name in ("gather", "real", "slots")
+            for name in ("rows", "gather", "real", "slots")
             if isinstance(value := getattr(self, name), torch.Tensor)
         }
         moved["masks"] = {window: mask.to(device) for window, mask in self.masks.items()}
@@ -125,13 +125,20 @@ class RaggedCache(SlotCache):
         super().__init__(config, kept, max_context=max_context, **options)
         self.windows = windows_of(config)
         self.padded_runs: list[PaddedRuns] = []
+        # The pass's rows in the order of its runs; None: from 0 on.
+        self._rows: torch.Tensor | None = None
         # [rows * kv_heads]: indices of the pass's keys in a layer's keys as [..., dim].
         self.key_rows = torch.empty(0, dtype=torch.long)
 
     def plan(self, runs: Sequence[SlotRun], size: int) -> None:
-        """Plan a pass whose `size` rows are the tokens of `runs`, in order."""
-        rows = [(slot, start + i) for slot, start, count in runs for i in range(count)]
-        slots, positions = zip(*rows, strict=True)
+        """Plan a pass whose `size` rows are the tokens of `runs`."""
+        tokens = [(slot, start + i) for slot, start, count, _ in runs for i in range(count)]
+        rows = [row + i for _, _, count, row in runs for i in range(count)]
+        self._rows = None
+        if rows != list(range(size)):
+            self._rows = torch.tensor(rows)
+            tokens = [token for _, token in sorted(zip(rows, tokens, strict=True))]
+        slots, positions = zip(*tokens, strict=True)
         self.slots, self.positions = torch.tensor(slots), torch.tensor(positions)
         heads = self.slots.unsqueeze(1) * self.heads + torch.arange(self.heads)
         self.key_rows = (heads * self.keys[0].shape[2] + self.positions.unsqueeze(1)).view(-1)
@@ -147,7 +154,7 @@ class RaggedCache(SlotCache):
         start = 0
         for group in groups:
             self.padded_runs.append(self._padded(group, start))
-            start = self.padded_runs[-1].rows.stop
+            start += sum(run.tokens for run in group)
 
     def _cost(self, runs: Sequence[SlotRun]) -> float:
         """Numbers of keys read in the time that runs take which are padded to each other."""
@@ -165,7 +172,8 @@ class RaggedCache(SlotCache):
             self.padded_runs = [one.to(self.device) for one in self.padded_runs]
 
     def _padded(self, runs: Sequence[SlotRun], start: int) -> PaddedRuns:
-        numbers, starts, lengths = zip(*runs, strict=True)
+        """`runs`, whose tokens are those of the pass's runs from number `start` on."""
+        numbers, starts, lengths, _ = zip(*runs, strict=True)
         counts = torch.tensor(lengths)
         ends = torch.tensor(starts) + counts
         b, q, k = len(runs), max(lengths), max(int(ends.max()), _LEAST_KEYS)
@@ -174,17 +182,27 @@ class RaggedCache(SlotCache):
         beside = numbers == tuple(range(first, first + b))
         if q == 1 and not beside and span <= _COPIED * b:
             return self._covering(slice(first, first + span), numbers, ends, start, k)
-        rows = slice(start, start + sum(lengths))
+        count = sum(lengths)
         # Distance of each query from its run's last token: padding is on the left.
         back = torch.arange(q - 1, -1, -1)
         masks = self._masks(ends.unsqueeze(1) - 1 - back, k)
         gather = real = None
-        if b * q != rows.stop - rows.start:
+        if b * q != count:
             gather = start + counts.cumsum(0).unsqueeze(1) - 1 - back
             real = (back < counts.unsqueeze(1)).view(-1).nonzero().squeeze(-1)
-            gather = gather.clamp_(min=start).view(-1)
+            gather = self._in_pass(gather.clamp_(min=start).view(-1))
         where = slice(first, first + b) if beside else torch.tensor(numbers)
-        return PaddedRuns(b, q, k, rows, gather, real, where, masks)
+        return PaddedRuns(b, q, k, self._rows_of(start, count), gather, real, where, masks)
+
+    def _rows_of(self, start: int, count: int) -> slice | torch.Tensor:
+        """The rows of so many tokens of the pass's runs, from number `start` on."""
+        if self._rows is None:
+            return slice(start, start + count)
+        return self._rows[start : start + count]
+
+    def _in_pass(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows of the tokens with these numbers."""
+        return numbers if self._rows is None else self._rows[numbers]
 
     def _covering(
         self, slots: slice, numbers: Sequence[int], ends: torch.Tensor, start: int, k: int
@@ -197,8 +215,8 @@ class RaggedCache(SlotCache):
         seen = torch.ones(b, dtype=torch.long)
         seen[real] = ends
         masks = self._masks(seen.unsqueeze(1) - 1, k)
-        rows = slice(start, start + len(numbers))
-        return PaddedRuns(b, 1, k, rows, gather, real, slots, masks)
+        rows = self._rows_of(start, len(numbers))
+        return PaddedRuns(b, 1, k, rows, self._in_pass(gather), real, slots, masks)
 
     def _masks(self, positions: torch.Tensor, keys: int) -> dict[int | None, torch.Tensor]:
         """Masks of queries at `positions` [b, Q] over so many keys, by window."""
@@ -337,7 +355,7 @@ class FixedCache(SlotCache):
         self.groups: list[PassGroup] = []
 
     def plan(self, runs: Sequence[SlotRun], size: int) -> None:
-        """Plan a pass of `size` rows, of which the first are the tokens of `runs`, in order.
+        """Plan a pass of `size` rows, of which the first are the tokens of `runs`, in this order.
 
         Single tokens with equally many keys are computed together where they are neighbours.
         """

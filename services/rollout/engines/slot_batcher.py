@@ -1,7 +1,9 @@
 """Continuous batching over slots: one tensor row per turn.
 
 Turns join and leave between any two passes of the model; a pass draws a token for every turn whose
-prompt has been read, and reads prompts with the rows that are left.
+prompt has been read, and reads prompts with the rows that are left. Turns of several policies and
+versions, which are adapters over the model's weights, share passes: rows of one adapter lie side by
+side there (slot_adapters.py), while attention takes turns in the order of their slots.
 
 A deterministic batcher makes a turn bitwise a function of (weights, prompt, seed): every pass has
 one shape, unused rows being padding, and every query attends by itself, over a number of keys that
@@ -15,12 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 import torch
@@ -28,6 +31,12 @@ from transformers import PreTrainedModel
 
 from services.rollout.engines.requests import Draw
 from services.rollout.engines.sampling import draw
+from services.rollout.engines.slot_adapters import (
+    AdaptedLayers,
+    LiveVersion,
+    RowAdapter,
+    RowSpan,
+)
 from services.rollout.engines.slot_attention import (
     FIXED,
     RAGGED,
@@ -89,8 +98,8 @@ def default_room(model: PreTrainedModel, max_running: int) -> int:
 class SlotBatcher:
     """Serves one model in one thread.
 
-    `submit` and `cancel` are called in the event loop's thread; `swap`, `run_between_passes` and
-    `stop` block and are called in worker threads."""
+    `submit`, `cancel` and `retire` are called in the event loop's thread; `swap`, `admit`,
+    `run_between_passes` and `stop` block and are called in worker threads."""
 
     def __init__(
         self,
@@ -98,16 +107,14 @@ class SlotBatcher:
         *,
         max_running: int,
         max_context: int,
-        drew: Callable[[int], None],
         exited: Callable[[str], None],
         routers: Routers | None = None,
         keep_cache: bool = False,
         deterministic: bool = False,
     ) -> None:
-        """`drew` is called with the number of tokens of each pass; `exited`, in some thread, when
-        the serving thread ends without `stop`. `routers`: those of the model, whose selections are
-        returned with each turn. `keep_cache`: turns go on with keys and values of former
-        weights; not with `deterministic`."""
+        """`exited` is called, in some thread, when the serving thread ends without `stop`.
+        `routers`: those of the model, whose selections are returned with each turn. `keep_cache`:
+        turns go on with keys and values of former weights; not with `deterministic`."""
         self._model = model
         self._keep_cache = keep_cache and not deterministic
         self._deterministic = deterministic
@@ -119,17 +126,17 @@ class SlotBatcher:
         self._rows = self._running + READING_ROWS
         if not deterministic:
             self._rows = max(STEP_TOKENS, self._rows)
-        self._version = -1
-        # Whether weights computed NaN: keys and values are cleared before the next ones are used.
-        self._tainted = False
+        self._adapted = AdaptedLayers(model, deterministic=deterministic)
+        # Shapes of adapters that were probed.
+        self._probed: set[tuple[tuple[str, int], ...]] = set()
         self._gate = PromptGate()
-        self._drew = drew
         self._exited = exited
         # Held by the one caller that has passes paused.
         self._pausing = threading.Lock()
         self._state = threading.Condition()
         # Guarded by `_state`.
         self._inbox: deque[EngineTurn] = deque()
+        self._retired: list[LiveVersion] = []
         self._ended: dict[int, tuple[asyncio.AbstractEventLoop, Ended]] = {}
         self._computing = False
         self._passes = 0
@@ -159,8 +166,14 @@ class SlotBatcher:
         """Whether the serving thread runs and takes turns."""
         return self._thread.is_alive() and not self._stopping
 
-    def submit(self, turn: EngineTurn, ended: Ended) -> None:
-        """Serve `turn`; `ended(turn, error)` is called in this event loop when it has ended."""
+    def adapt(self, layers: Iterable[str]) -> None:
+        """Have these layers of the model compute adapters. Before `start`."""
+        self._adapted.cover(layers)
+
+    def submit(self, turn: EngineTurn, live: LiveVersion, ended: Ended) -> None:
+        """Serve `turn` with the weights `live`; `ended(turn, error)` is called in this event loop
+        when it has ended."""
+        turn.live = live
         with self._state:
             self._ended[id(turn)] = (asyncio.get_running_loop(), ended)
         if self._gate.enter(turn):
@@ -173,8 +186,8 @@ class SlotBatcher:
             self._ended.pop(id(turn), None)
         self._open_gate(turn)
 
-    def swap(self, change: Callable[[], None], version: int) -> float:
-        """Run `change`, which loads weights, between two passes; later tokens carry `version`.
+    def swap(self, change: Callable[[], None]) -> float:
+        """Run `change`, which loads the model's own weights, between two passes.
 
         Keys and values of the old weights are discarded and recomputed, or serve the turns that
         have them to their end (`keep_cache`). Returns the seconds that serving stood still. Raises
@@ -185,26 +198,48 @@ class SlotBatcher:
         with self._paused():
             began = time.monotonic()
             change()
-            self._version = version
-            keep = self._keep_cache and not self._tainted
-            if self._tainted:
-                self._cache.clear()
-                self._tainted = False
-            for turn in self._slots.forget(keep=keep):
-                if not turn.versions:
-                    turn.read_tokens = 0
+            self._forget(keep=self._keep_cache)
             if self._deterministic:
-                self._cache.clear()
-                self._probe()
+                self._probed.clear()
+                self._probe(None)
             return time.monotonic() - began
 
-    def run_between_passes(self, call: Callable[[], T]) -> tuple[T, int]:
-        """Run `call`, which only reads the model, between two passes; its result and the version.
+    def admit(self, adapter: RowAdapter) -> float:
+        """Prepare to serve `adapter`; returns the seconds that serving stood still: not at all,
+        but for the first adapter of a shape in a deterministic batcher. Raises as `swap`."""
+        if not self._deterministic or adapter.shape in self._probed:
+            return 0.0
+        with self._paused():
+            began = time.monotonic()
+            self._forget(keep=False)
+            self._probe(adapter)
+            self._probed.add(adapter.shape)
+            return time.monotonic() - began
+
+    def retire(self, live: LiveVersion) -> None:
+        """Let go of what is kept for `live`: it has no turns, and gets no others."""
+        with self._state:
+            self._retired.append(live)
+
+    def run_between_passes(
+        self, call: Callable[[], T], adapter: RowAdapter | None = None, rows: int = 0
+    ) -> T:
+        """Run `call`, which only reads the model, between two passes; returns its result. It
+        computes `rows` rows with `adapter`.
 
         Raises as `swap`.
         """
-        with self._paused():
-            return call(), self._version
+        with self._paused(), self._adapted.passing([RowSpan(rows, adapter)]):
+            return call()
+
+    def _forget(self, *, keep: bool) -> None:
+        """Discard keys and values; running turns compute them again. While paused, or by the thread
+        that computes. `keep`: but for those of turns that have drawn tokens."""
+        for turn in self._slots.forget(keep=keep):
+            if not turn.versions:
+                turn.read_tokens = 0
+        if self._deterministic:
+            self._cache.clear()
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
@@ -293,6 +328,8 @@ class SlotBatcher:
         """Turns that get a slot now, first in first out, while there is memory for their tokens."""
         slots = self._slots
         slots.drop_closed()
+        while self._retired:
+            slots.forget_version(self._retired.pop())
         self._inbox.extendleft(reversed(slots.retract()))
         free = min(self._running, self._cache.count) - len(slots.busy)
         room = slots.room
@@ -317,29 +354,55 @@ class SlotBatcher:
                 drawing.append((padded(slot.read), slot.index, slot))
             elif unread:
                 reading.append((slot.used_at, slot.index, slot))
-        runs: list[SlotRun] = []
-        ids: list[int] = []
-        last: list[tuple[KVSlot, int]] = []
+        parts: list[tuple[KVSlot, int]] = []
         room = self._rows
-        for _, index, slot in sorted(drawing) + sorted(reading):
-            tokens = slot.ids[slot.read : slot.read + room]
-            if not tokens:
+        for _, _, slot in sorted(drawing) + sorted(reading):
+            if not room:
                 break
-            count = len(tokens)
-            runs.append(SlotRun(index, slot.read, count))
-            ids += tokens
+            count = min(room, slot.unread)
+            parts.append((slot, count))
             room -= count
+        if not parts:  # all of them were cancelled
+            return
+        rows, spans = self._placed(parts)
+        runs: list[SlotRun] = []
+        ids = [0] * (self._rows - room)
+        last: list[tuple[KVSlot, int]] = []
+        for (slot, count), row in zip(parts, rows, strict=True):
+            runs.append(SlotRun(slot.index, slot.read, count, row))
+            ids[row : row + count] = slot.ids[slot.read : slot.read + count]
             slot.read += count
             assert slot.turn is not None  # busy
             if not slot.turn.versions:
                 slot.turn.read_tokens += count
             if slot.read == len(slot.ids):
-                last.append((slot, len(ids) - 1))
-        if not runs:  # all of them were cancelled
-            return
-        logits = self._forward(runs, ids, [row for _, row in last])
+                last.append((slot, row + count - 1))
+        logits = self._forward(runs, ids, [row for _, row in last], spans)
         if last:
             self._record([slot for slot, _ in last], logits)
+
+    def _placed(self, parts: list[tuple[KVSlot, int]]) -> tuple[list[int], list[RowSpan]]:
+        """The first row of each part in the pass, where those of one adapter lie side by side, and
+        the adapters of the rows. The parts of a deterministic pass are sorted by it."""
+        numbers: dict[LiveVersion | None, int] = {}
+        for slot, _ in parts:
+            numbers.setdefault(slot.live, len(numbers))
+        if self._deterministic:
+            parts.sort(key=lambda part: numbers[part[0].live])
+        totals = [0] * len(numbers)
+        for slot, count in parts:
+            totals[numbers[slot.live]] += count
+        spans = [
+            RowSpan(total, None if live is None else live.adapter)
+            for live, total in zip(numbers, totals, strict=True)
+        ]
+        free = [0, *itertools.accumulate(totals)]
+        rows = []
+        for slot, count in parts:
+            number = numbers[slot.live]
+            rows.append(free[number])
+            free[number] += count
+        return rows, spans
 
     def _record(self, slots: Sequence[KVSlot], logits: torch.Tensor) -> None:
         """Draw the next token of each slot from its row of `logits`."""
@@ -350,40 +413,57 @@ class SlotBatcher:
         else:
             drawn = list(zip(*draw(logits, rows), strict=True))
         ended: list[EngineTurn] = []
+        finite = True
         for slot, turn, (token, logprob) in zip(slots, turns, drawn, strict=True):
             if turn.closed:
                 continue
-            turn.append(token, logprob, self._version)
+            assert slot.live is not None  # since `submit`
+            turn.append(token, logprob, slot.live.version)
             slot.ids.append(token)
-            if not math.isfinite(logprob):
-                self._tainted = True
+            broken = not math.isfinite(logprob)
+            finite = finite and not broken
             if len(turn.versions) == 1:
                 self._slots.index(slot)
                 self._open_gate(turn)
-            if token in turn.stop_ids or turn.remaining <= 0:
+            if broken or token in turn.stop_ids or turn.remaining <= 0:
                 if self._cache.routes is not None:
                     turn.routes = self._cache.routes[slot.index, : slot.read].copy()
                 self._slots.end(slot)
                 ended.append(turn)
-        self._drew(len(slots))
+        if not finite:
+            # Later turns would read NaN behind their own keys and values: what is masked is
+            # multiplied by zero.
+            self._forget(keep=False)
+            self._cache.clear()
+        for live, count in Counter(slot.live for slot in slots).items():
+            assert live is not None  # since `submit`
+            live.drew(count)
         self._report(ended)
 
-    def _forward(self, runs: Sequence[SlotRun], ids: list[int], wanted: list[int]) -> torch.Tensor:
-        """Logits of the `wanted` rows of a pass over `ids`, the tokens of `runs`; in a
-        deterministic batcher [running, vocabulary], the others being padding."""
+    def _forward(
+        self,
+        runs: Sequence[SlotRun],
+        ids: list[int],
+        wanted: list[int],
+        spans: Sequence[RowSpan] = (),
+    ) -> torch.Tensor:
+        """Logits of the `wanted` rows of a pass over `ids`, the tokens of `runs`, with the adapters
+        of `spans`; in a deterministic batcher [running, vocabulary], the others being padding."""
         if self._deterministic:
-            ids = ids + [0] * (self._rows - len(ids))
+            spare = self._rows - len(ids)
+            ids = ids + [0] * spare
             wanted = wanted + [0] * (self._running - len(wanted))
+            spans = [*spans, RowSpan(spare, None)]
         self._cache.plan(runs, len(ids))
-        if self._routers is None or self._cache.routes is None:
-            return self._logits(ids, wanted)
-        recorded = RecordedRoutes(self._routers.shape, {})
-        with self._routers.passing(recorded):
-            logits = self._logits(ids, wanted)
-        routes, start = recorded.compact(), 0
-        for slot, first, count in runs:
-            self._cache.routes[slot, first : first + count] = routes[start : start + count]
-            start += count
+        with self._adapted.passing(spans):
+            if self._routers is None or self._cache.routes is None:
+                return self._logits(ids, wanted)
+            recorded = RecordedRoutes(self._routers.shape, {})
+            with self._routers.passing(recorded):
+                logits = self._logits(ids, wanted)
+        routes = recorded.compact()
+        for slot, first, count, row in runs:
+            self._cache.routes[slot, first : first + count] = routes[row : row + count]
         return logits
 
     def _logits(self, ids: list[int], wanted: list[int]) -> torch.Tensor:
@@ -400,18 +480,22 @@ class SlotBatcher:
         logits: torch.Tensor = out.logits[0]
         return logits
 
-    def _probe(self) -> None:
-        """Raise unless a token's logits are the same in every row, whatever the other rows are."""
+    def _probe(self, adapter: RowAdapter | None) -> None:
+        """Raise unless a token's logits are the same in every row, whatever the other rows are and
+        whichever of them take `adapter`, too."""
         count = self._running
-        singles = [SlotRun(slot, 0, 1) for slot in range(count)]
-        alike = self._forward(singles, [1] * count, list(range(count))).nan_to_num()
+        singles = [SlotRun(slot, 0, 1, slot) for slot in range(count)]
+        every = [RowSpan(count, adapter)]
         # NaN weights are reported by the first turn, whose log-probs are not finite.
+        alike = self._forward(singles, [1] * count, list(range(count)), every).nan_to_num()
         same = torch.equal(alike, alike[:1].expand_as(alike))
         if count > 1:
             ids = [0, 1] * (READING_ROWS // 2) + [1, 0] * count
             rows = list(range(READING_ROWS, READING_ROWS + count - 1))
-            runs = [SlotRun(0, 0, READING_ROWS), *singles[1:]]
-            mixed = self._forward(runs, ids[: len(rows) + READING_ROWS], rows).nan_to_num()
+            runs = [SlotRun(0, 0, READING_ROWS, 0)]
+            runs += [SlotRun(slot, 0, 1, READING_ROWS + slot - 1) for slot in range(1, count)]
+            some = [RowSpan(READING_ROWS, None), RowSpan(count - 1, adapter)]
+            mixed = self._forward(runs, ids[: len(rows) + READING_ROWS], rows, some).nan_to_num()
             mixed = mixed[: count - 1 : 2]
             same = same and torch.equal(mixed, alike[:1].expand_as(mixed))
         self._cache.clear()

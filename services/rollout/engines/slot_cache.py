@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, NamedTuple
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from services.rollout.engines.slot_adapters import LiveVersion
 from services.rollout.engines.turns import EngineTurn
 from troupe.mixtures import Indices, RoutingShape
 
@@ -64,11 +65,13 @@ def padded(position: int) -> int:
 
 
 class SlotRun(NamedTuple):
-    """Tokens at `start` .. `start + tokens - 1` of one slot, computed in one pass."""
+    """Tokens at `start` .. `start + tokens - 1` of one slot, computed in one pass, in the rows of
+    the pass from `row` on."""
 
     slot: int
     start: int
     tokens: int
+    row: int
 
 
 def slot_bytes(config: PretrainedConfig, dtype: torch.dtype, max_context: int) -> int:
@@ -144,7 +147,8 @@ class SlotCache(ABC):
 
     @abstractmethod
     def plan(self, runs: Sequence[SlotRun], size: int) -> None:
-        """Plan the next pass: of `size` rows, of which the first are the tokens of `runs`."""
+        """Plan the next pass: of `size` rows, of which the first are the tokens of `runs`. Runs
+        that are neighbours here are computed together where they are alike."""
 
     def to_device(self) -> None:
         """Move the plan to where the model is."""
@@ -221,15 +225,16 @@ def counted(tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class KVSlot:
-    """The slot of one turn. It holds keys and values of `ids[:read]`, also after the turn has
-    ended: other turns may begin with the same tokens."""
+    """The slot of one turn. It holds keys and values of `ids[:read]` by the weights `live`, also
+    after the turn has ended: other turns of these may begin with the same tokens."""
 
     index: int
     turn: EngineTurn | None = None
+    live: LiveVersion | None = None
     ids: list[int] = field(default_factory=list)
     read: int = 0
     used_at: int = 0
-    # Prefix hashes by which it is found: of each page and all before it.
+    # Prefix hashes by which it is found: of the weights, each page and all before it.
     page_hashes: list[int] = field(default_factory=list)
     # Its keys and values are partly of former weights: they serve this turn, and no other.
     of_former: bool = False
@@ -356,7 +361,7 @@ class SlotAllocator:
         if slot.of_former:
             return
         for at in range(len(slot.page_hashes) * _PAGE, slot.read - _PAGE + 1, _PAGE):
-            before = slot.page_hashes[-1] if slot.page_hashes else 0
+            before = slot.page_hashes[-1] if slot.page_hashes else slot.live
             page = hash((before, *slot.ids[at : at + _PAGE]))
             slot.page_hashes.append(page)
             self._by_hash[page] = slot
@@ -383,12 +388,20 @@ class SlotAllocator:
         self._free = OrderedDict.fromkeys(sorted(self._free, key=lambda slot: slot.index))
         return [slot.turn for slot in self.busy.values() if slot.turn is not None]
 
+    def forget_version(self, live: LiveVersion) -> None:
+        """Let the slots that hold keys and values of `live` be reused first: it has no turns, and
+        gets no others."""
+        for slot in [slot for slot in self._free if slot.live is live]:
+            self._unindex(slot, 0)
+            slot.live, slot.read = None, 0
+            self._free.move_to_end(slot, last=False)
+
     def _assign(self, turn: EngineTurn, moves: dict[int, tuple[int, int]]) -> None:
         """Give `turn` the free slot with its longest known prefix, or enter a copy into `moves`.
 
         The source of a copy is busy, so it is never a target."""
         ids = [*turn.prompt_ids, *turn.token_ids]
-        source = self._find(ids)
+        source = self._find(ids, turn.live)
         known = 0 if source is None else common(source, ids)
         if source is not None and source.turn is None:
             target = source
@@ -401,17 +414,20 @@ class SlotAllocator:
         if target is not source:
             target.page_hashes.clear()
         self._clock += 1
-        target.turn, target.ids, target.read, target.used_at = turn, ids, known, self._clock
+        target.turn, target.live, target.used_at = turn, turn.live, self._clock
+        target.ids, target.read = ids, known
         self.busy[target.index] = target
         turn.started_at = turn.started_at or time.monotonic()
 
-    def _find(self, ids: list[int]) -> KVSlot | None:
-        """The slot with the longest indexed prefix of `ids`."""
-        prefix = 0
+    def _find(self, ids: list[int], live: LiveVersion | None) -> KVSlot | None:
+        """The slot with the longest indexed prefix of `ids` by the weights `live`."""
+        prefix: Hashable = live
         found: KVSlot | None = None
         for at in range(0, len(ids) - _PAGE, _PAGE):
             prefix = hash((prefix, *ids[at : at + _PAGE]))
-            found = self._by_hash.get(prefix, found)
+            slot = self._by_hash.get(prefix)
+            if slot is not None and slot.live is live:
+                found = slot
         return found
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from services.rollout.engines.requests import (
     Draw,
@@ -20,6 +20,9 @@ from services.rollout.engines.requests import (
 )
 from troupe.workflow.backend import Sampling
 from troupe.workflow.token_ids import TokenIds
+
+if TYPE_CHECKING:
+    from services.rollout.engines.slot_adapters import LiveVersion
 
 # Window of `EngineLoad.tokens_per_second`: long enough to smooth steps of a few milliseconds, short
 # enough to follow a phase of a job.
@@ -37,6 +40,7 @@ class EngineTurn:
         "_name",
         "closed",
         "incarnation",
+        "live",
         "logprobs",
         "max_new_tokens",
         "prompt_ids",
@@ -78,6 +82,8 @@ class EngineTurn:
         self.read_tokens = 0
         # Experts of all tokens but the last, once it has been drawn, if they are recorded.
         self.routes: Any = None
+        # What draws it, in an embedded engine.
+        self.live: LiveVersion | None = None
         # Grows with each resubmission, so that the batcher's ids are never used twice.
         self.incarnation = 0
         # A trajectory that runs again, here or elsewhere, has the ids of its former turns.
@@ -211,8 +217,13 @@ class TurnTable:
         )
 
 
+# A prompt, and the weights that read it.
+_Prompt = tuple["LiveVersion | None", bytes]
+
+
 class PromptGate:
-    """Holds back turns whose prompt another turn is reading, so that it is computed once.
+    """Holds back turns whose prompt another turn is reading with the same weights, so that it is
+    computed once.
 
     The trajectories of a group open with the same prompt at the same moment; the prefix cache helps
     only those that arrive after the first was read. Thread-safe: the engine's thread opens the
@@ -220,12 +231,12 @@ class PromptGate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._followers: dict[bytes, list[EngineTurn]] = {}
-        self._leads: dict[int, bytes] = {}
+        self._followers: dict[_Prompt, list[EngineTurn]] = {}
+        self._leads: dict[int, _Prompt] = {}
 
     def enter(self, turn: EngineTurn) -> bool:
         """Whether `turn` may be computed now; if not, a later `opened` returns it."""
-        prompt = turn.prompt_ids.array.tobytes()
+        prompt = (turn.live, turn.prompt_ids.array.tobytes())
         with self._lock:
             followers = self._followers.get(prompt)
             if followers is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -16,12 +16,10 @@ from troupe.checkpoints.adapters import (
     CONFIG,
     PREFIX,
     AdapterContent,
-    MergeMismatch,
     NotAnAdapter,
     base_key,
     is_adapter,
     linear_layers,
-    merged,
 )
 from troupe.checkpoints.format import FormatMismatch, ModelArrangement, in_float32, keep_float32
 from troupe.checkpoints.proof import proof_in
@@ -35,8 +33,6 @@ _REMEDY: Final = (
     "Publish from the same model configuration and dtype that the policy's engine uses."
 )
 _ADAPTER_REMEDY: Final = "Give trainer and engine the same job: its model and its `lora` section."
-# Parameters of an adapted layer beside its weight: A [rank, in] and alpha / rank * B [out, rank].
-_SIDES: Final = ("adapter_a", "adapter_b")
 # Building a model sets process-wide defaults of torch and transformers for a moment.
 _BUILDING: Final = threading.Lock()
 
@@ -155,13 +151,8 @@ def check_fit(published: Mapping[str, torch.Tensor], model: torch.nn.Module, key
         )
 
 
-def verify(
-    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: common_pb.WeightsRef
-) -> None:
-    """Raise `WeightsRefused` unless `published`, which fits, has the checksum of `ref`.
-
-    Blocking; `model` still serves.
-    """
+def require_checksum(published: Mapping[str, torch.Tensor], ref: common_pb.WeightsRef) -> None:
+    """Raise `WeightsRefused` unless `published` has the checksum of `ref`. Blocking."""
     found = checksum_of(published)
     if found != ref.checksum:
         raise WeightsRefused(
@@ -170,6 +161,16 @@ def verify(
             value=ref.key,
             remedy="Publish the version again and repeat the update.",
         )
+
+
+def verify(
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: common_pb.WeightsRef
+) -> None:
+    """Raise `WeightsRefused` unless `published`, which fits, has the checksum of `ref`.
+
+    Blocking; `model` still serves.
+    """
+    require_checksum(published, ref)
     slots = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, source in arrangement(published, model, ref.key).renamed.items():
@@ -255,6 +256,17 @@ def untied(
     }
 
 
+def first_difference(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> str | None:
+    """The first name, in order, whose tensor only one of both has, or that differs between them;
+    None if they are equal. Blocking."""
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other or _bytes(one[name]) != _bytes(other[name]):
+            return name
+    return None
+
+
 def _bytes(tensor: torch.Tensor) -> str:
     return bytes_checksum(host_bytes(tensor))
 
@@ -273,75 +285,6 @@ class Adapted:
 
     adapter: AdapterContent
     base: BaseWeights
-
-    def in_model(self, model: torch.nn.Module, ref: common_pb.WeightsRef) -> Adapted:
-        """The same with the base arranged as in `model` (experts stacked where it stacks them).
-        Blocking."""
-        tensors = arranged(self.base.tensors, model, ref)
-        return replace(self, base=replace(self.base, tensors=tensors))
-
-    def merged(
-        self, ref: common_pb.WeightsRef
-    ) -> tuple[dict[str, torch.Tensor], common_pb.WeightsRef]:
-        """Weights with the adapter merged, and `ref` with their checksum.
-
-        Raises `WeightsRefused` when the adapter does not fit its base.
-        """
-        try:
-            tensors = merged(self.base.tensors, self.adapter)
-        except MergeMismatch as error:
-            raise refused_adapter(str(error), ref.key) from error
-        return tensors, _with_checksum(ref, tensors)
-
-    def beside(
-        self, ref: common_pb.WeightsRef
-    ) -> tuple[dict[str, torch.Tensor], common_pb.WeightsRef]:
-        """The base with the parameters that `add_adapter` added, and `ref` with their checksum."""
-        tensors = dict(self.base.tensors)
-        for module in self.adapter.modules:
-            a, b = self.adapter.pair(module)
-            sides = a.to(torch.float32), b.to(torch.float32) * self.adapter.scale
-            for side, tensor in zip(_SIDES, sides, strict=True):
-                tensors[f"{module}.{side}"] = tensor
-        return tensors, _with_checksum(ref, tensors)
-
-
-def add_adapter(model: torch.nn.Module, lora: LoraSpec | None) -> None:
-    """Add adapter parameters to a half-precision `model`: layers add x A^T B^T in float32, rounded
-    once.
-
-    Does nothing without `lora`, or to a model whose adapters are merged.
-    """
-    if lora is None or not served_beside(model):
-        return
-    layers, _ = linear_layers(model, lora.target_modules)
-    for name, (inputs, outputs) in layers.items():
-        layer = model.get_submodule(name)
-        device = next(layer.parameters()).device
-        for side, shape in zip(_SIDES, ((lora.rank, inputs), (outputs, lora.rank)), strict=True):
-            values = torch.zeros(shape, dtype=torch.float32, device=device)
-            layer.register_parameter(side, torch.nn.Parameter(values, requires_grad=False))
-        layer.register_forward_hook(_add)
-
-
-def served_beside(model: torch.nn.Module) -> bool:
-    """Whether adapters of `model` are computed beside its weights, not merged."""
-    return next(model.parameters()).dtype.itemsize < 4
-
-
-def _add(layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    inner = args[0].to(torch.float32) @ layer.adapter_a.T
-    added: torch.Tensor = inner @ layer.adapter_b.T
-    return (output + added).to(output.dtype)
-
-
-def _with_checksum(
-    ref: common_pb.WeightsRef, tensors: Mapping[str, torch.Tensor]
-) -> common_pb.WeightsRef:
-    own = common_pb.WeightsRef()
-    own.CopyFrom(ref)
-    own.checksum = checksum_of(tensors)
-    return own
 
 
 def with_base(
@@ -408,13 +351,8 @@ def check_published(
 
 
 def check_base(adapted: Adapted, model: torch.nn.Module) -> None:
-    """Raise `WeightsRefused` unless the base fills `model` but for the adapter's parameters."""
-    adapter = {
-        name: slot
-        for name, slot in model.state_dict(keep_vars=True).items()
-        if name.rpartition(".")[2] in _SIDES
-    }
-    check_fit({**adapter, **adapted.base.tensors}, model, adapted.base.ref.key)
+    """Raise `WeightsRefused` unless the base fills `model`."""
+    check_fit(adapted.base.tensors, model, adapted.base.ref.key)
 
 
 def refused_adapter(message: str, key: str) -> WeightsRefused:

@@ -14,7 +14,8 @@ from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.weights import add_adapter, adopt, load_config, skeleton, with_base
+from services.rollout.engines.slot_adapters import AdaptedLayers, RowAdapter, RowSpan
+from services.rollout.engines.weights import adopt, load_config, skeleton, with_base
 from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.rollout.engines.real_server import interpreter
@@ -22,7 +23,7 @@ from tests.rollout.engines.trained_adapters import LAYERS, TrainedAdapter, lora_
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.training import rounding
 from tests.support.waiting import until
-from troupe.checkpoints.adapters import base_key
+from troupe.checkpoints.adapters import base_key, merged
 from troupe.job import PolicySpec
 from troupe.transfer import KeyNotFound, Transfer
 from troupe.v1 import common_pb2 as common_pb
@@ -121,18 +122,20 @@ def test_small_adapter_updates_survive_a_half_precision_base(
     trained.step(3, std)
     spec = half_spec()
     model = skeleton(load_config(spec.language_model, "solver"), "bfloat16", "solver")
-    add_adapter(model, spec.lora)
     ref = trained.publish(transfer, 0)
     adapted = with_base(transfer.get(ref.key)[0], ref, transfer, None)
     assert adapted is not None
-    tensors, own = adapted.beside(ref)
-    adopt(tensors, model, own)
+    adopt(adapted.base.tensors, model, ref)
+    layers = AdaptedLayers(model)
+    layers.cover(adapted.adapter.modules)
+    rows = [RowSpan(64, RowAdapter.of(adapted.adapter, model.device))]
+    weights = merged(adapted.base.tensors, adapted.adapter)
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
         layer = model.get_submodule(name)
         theirs = trained.model.get_submodule(f"base_model.model.{name}")
         inputs = torch.randn(64, layer.in_features, generator=torch.Generator().manual_seed(7))  # type: ignore[arg-type]
         inputs = inputs.to(torch.bfloat16)
-        with torch.no_grad():
+        with torch.no_grad(), layers.passing(rows):
             found, wanted, base = layer(inputs), theirs(inputs), theirs.base_layer(inputs)
             a, b = (t.double() for t in adapted.adapter.pair(name))
             exact = inputs.double() @ a.T @ b.T * adapted.adapter.scale
@@ -140,8 +143,7 @@ def test_small_adapter_updates_survive_a_half_precision_base(
         told = (found - base).double().flatten()
         assert torch.cosine_similarity(told, exact.flatten(), dim=0) > 0.2
         if std < 0.01:  # what is told is told of an update that the weights cannot hold
-            merged, _ = adapted.merged(ref)
-            kept = (merged[f"{name}.weight"] == adapted.base.tensors[f"{name}.weight"]).float()
+            kept = (weights[f"{name}.weight"] == adapted.base.tensors[f"{name}.weight"]).float()
             assert kept.mean() > 0.9
 
 

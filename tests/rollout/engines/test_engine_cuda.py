@@ -12,19 +12,26 @@ from services.rollout.engines import embedded
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.requests import Draw, ScoreRequest
 from services.rollout.engines.sampling import draw
+from services.rollout.engines.slot_adapters import RowAdapter, RowSpan
 from services.rollout.engines.slot_attention import RaggedCache
 from services.rollout.engines.slot_batcher import SlotBatcher, default_room
 from services.rollout.engines.slot_cache import LEAST_TURNS, SlotRun
-from services.rollout.engines.weights import add_adapter, adopt, skeleton
+from services.rollout.engines.weights import adopt, skeleton
 from tests.rollout.engines.models import CONFIG, VOCABULARY, make_model
-from troupe.job import LoraSpec
+from troupe.checkpoints.adapters import linear_layers
 from troupe.v1 import common_pb2 as common_pb
 
 GPU = torch.device("meta")
 # What reading the numbers of a tensor there raises.
 _NO_DATA = "meta tensor"
 # Prompts of 5 and 9 tokens, and turns that draw: neighbours, and one apart from them.
-RUNS = [SlotRun(0, 7, 1), SlotRun(1, 3, 1), SlotRun(4, 70, 1), SlotRun(2, 0, 5), SlotRun(3, 2, 9)]
+RUNS = [
+    SlotRun(0, 7, 1, 0),
+    SlotRun(1, 3, 1, 1),
+    SlotRun(4, 70, 1, 2),
+    SlotRun(2, 0, 5, 3),
+    SlotRun(3, 2, 9, 8),
+]
 TOKENS = sum(run.tokens for run in RUNS)
 ROWS = [Draw(1.0, 0, 1.0, 3, 0), Draw(0.0, 0, 1.0, 4, 1), Draw(0.7, 5, 0.9, 5, 2)]
 
@@ -45,7 +52,6 @@ def made(model: PreTrainedModel, context: int, *, deterministic: bool = False) -
         model,
         max_running=8,
         max_context=context,
-        drew=lambda n: None,
         exited=lambda why: None,
         deterministic=deterministic,
     )
@@ -90,9 +96,15 @@ def test_published_weights_are_copied_to_the_gpu() -> None:
 
 def test_an_adapter_on_the_gpu_is_computed_next_to_its_base() -> None:
     model = on_gpu("bfloat16")
-    add_adapter(model, LoraSpec(rank=4))
+    layers, _ = linear_layers(model, "all-linear")
+    pairs = {
+        name: (torch.zeros(inputs, 4, device=GPU), torch.zeros(4, outputs, device=GPU))
+        for name, (inputs, outputs) in layers.items()
+    }
     batcher = made(model, 128)
-    assert pass_of(batcher, TOKENS).device.type == "meta"
+    batcher.adapt(layers)
+    with batcher._adapted.passing([RowSpan(TOKENS - 3, RowAdapter(pairs, 2.0)), RowSpan(3, None)]):
+        assert pass_of(batcher, TOKENS).device.type == "meta"
 
 
 @pytest.fixture

@@ -92,8 +92,8 @@ async def alone(transfer: Transfer, turns: list[Asked], weights: int = 0) -> lis
     answers = []
     async with fresh(transfer, weights) as engine:
         for number, asked in enumerate(turns):
-            assert engine._batcher is not None
-            engine._batcher.swap(lambda: None, weights)  # forgets every key and value
+            assert engine._host.batcher is not None
+            engine._host.batcher.swap(lambda: None)  # forgets every key and value
             answers.append(await answer(engine, f"alone{number}", asked))
     return answers
 
@@ -278,8 +278,8 @@ async def test_a_machine_that_mixes_rows_is_noticed_when_weights_are_loaded(
 ) -> None:
     real = SlotBatcher._forward
 
-    def mixing(self: Any, runs: Any, ids: Any, wanted: Any) -> torch.Tensor:
-        logits = real(self, runs, ids, wanted)
+    def mixing(self: Any, *planned: Any) -> torch.Tensor:
+        logits = real(self, *planned)
         return logits + 1e-6 * logits.mean()  # of all rows: as a kernel that splits them unevenly
 
     monkeypatch.setattr(SlotBatcher, "_forward", mixing)

@@ -190,8 +190,8 @@ async def test_a_dead_engine_fails_its_turns_and_comes_back_stale(
     def explode(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck")
 
-    assert engine._model is not None
-    engine._model.forward = explode
+    assert engine._host.model is not None
+    engine._host.model.forward = explode
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(outcome, EngineDied)
         assert "out of luck" in str(outcome)
@@ -242,15 +242,15 @@ async def test_an_idle_engine_that_would_not_generate_is_found(
     assert engine.load().generated_tokens == 1  # a real one
     assert engine.load().running == 0
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)
-    assert engine._batcher is not None
-    monkeypatch.setattr(engine._batcher, "submit", lambda *_: None)  # as a stuck thread does
+    assert engine._host.batcher is not None
+    monkeypatch.setattr(engine._host.batcher, "submit", lambda *_: None)  # as a stuck thread does
     assert await engine.check() == common_pb.ENGINE_STATE_SUSPECT
     assert "no token for" in engine.message
     monkeypatch.undo()
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_AFTER_SECONDS", 0.0)
     assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)
-    monkeypatch.setattr(engine._batcher, "submit", lambda *_: None)
+    monkeypatch.setattr(engine._host.batcher, "submit", lambda *_: None)
     states = [await engine.check() for _ in range(3)]
     assert states[-1] == common_pb.ENGINE_STATE_DEAD
 
@@ -278,9 +278,7 @@ def test_a_batcher_that_was_stopped_before_it_started_serves_nothing(
     model: PreTrainedModel,
 ) -> None:
     died: list[str] = []
-    batcher = SlotBatcher(
-        model, max_running=2, max_context=64, drew=lambda count: None, exited=died.append
-    )
+    batcher = SlotBatcher(model, max_running=2, max_context=64, exited=died.append)
     batcher.stop(0.0)
     batcher.start()
     batcher._thread.join(PATIENCE)

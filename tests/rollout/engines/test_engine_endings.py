@@ -9,6 +9,7 @@ import pytest
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import TurnReturned
 from services.rollout.engines.requests import EngineResponse
+from services.rollout.engines.slot_adapters import LiveVersion
 from services.rollout.engines.slot_batcher import (
     NOTIFY_GROUP,
     NOTIFY_ITERATIONS,
@@ -16,6 +17,7 @@ from services.rollout.engines.slot_batcher import (
     notify_ended,
 )
 from services.rollout.engines.turns import EngineTurn
+from tests.rollout.engines.models import make_model
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.backend import Sampling
@@ -38,11 +40,14 @@ class Idle:
     def __init__(self) -> None:
         self.submitted: list[tuple[Ended, EngineTurn]] = []
 
-    def submit(self, turn: EngineTurn, ended: Ended) -> None:
+    def submit(self, turn: EngineTurn, live: LiveVersion, ended: Ended) -> None:
         self.submitted.append((ended, turn))
 
     def cancel(self, turn: EngineTurn) -> None:
         turn.closed = True
+
+    def stop(self, timeout: float) -> None:
+        pass
 
 
 async def generating(
@@ -54,7 +59,8 @@ async def generating(
     spec = PolicySpec.model_validate({"model": model, "engine": how})
     engine, batcher = EmbeddedEngine("e", "p", spec), Idle()
     engine.max_context = 100
-    engine._batcher = batcher  # type: ignore[assignment]
+    engine._host.batcher = batcher  # type: ignore[assignment]
+    engine._host.model = make_model(0)
     engine._life.started()
     engine._life.updating(1)
     engine._life.verified(1, "")

@@ -96,8 +96,8 @@ async def test_turns_that_outlast_the_drain_come_back(kind: str, transfer: Trans
 async def test_a_sleeping_embedded_engine_holds_no_model(transfer: Transfer) -> None:
     async with serving("embedded", transfer) as engine:
         await engine.sleep()
-        assert engine._model is None  # type: ignore[attr-defined]
-        assert engine._batcher is None  # type: ignore[attr-defined]
+        assert engine._host.model is None  # type: ignore[attr-defined]
+        assert engine._host.batcher is None  # type: ignore[attr-defined]
 
 
 async def test_a_server_without_a_memory_saver_cannot_sleep(transfer: Transfer) -> None:

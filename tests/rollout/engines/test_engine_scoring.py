@@ -93,7 +93,7 @@ async def test_stops_of_an_engine_are_serialized(
     engine: EmbeddedEngine,
 ) -> None:
     """A call that nobody waits for any more goes on, and the next one finds the model as it was."""
-    batcher = engine._batcher
+    batcher = engine._host.batcher
     assert batcher is not None
     inside, most, lock = 0, 0, threading.Lock()
 
@@ -107,12 +107,12 @@ async def test_stops_of_an_engine_are_serialized(
             inside -= 1
 
     others = [asyncio.to_thread(batcher.run_between_passes, call) for _ in range(4)]
-    await asyncio.gather(*others, asyncio.to_thread(batcher.swap, call, 1))
+    await asyncio.gather(*others, asyncio.to_thread(batcher.swap, call))
     assert most == 1
 
 
 async def test_turns_go_on_however_many_stop_an_engine(engine: EmbeddedEngine) -> None:
-    batcher = engine._batcher
+    batcher = engine._host.batcher
     assert batcher is not None
     turn = asyncio.ensure_future(ask(engine, "t", [1, 2], max_new_tokens=200))
     async with asyncio.timeout(PATIENCE):

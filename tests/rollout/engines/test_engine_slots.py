@@ -197,7 +197,7 @@ def test_keys_are_copied_only_of_turns_far_apart(
 ) -> None:
     model = make_model(0)
     cache = slot_attention.RaggedCache(model.config, torch.float32, running=8, max_context=128)
-    cache.plan([SlotRun(slot, 4, 1) for slot in slots], len(slots))
+    cache.plan([SlotRun(slot, 4, 1, row) for row, slot in enumerate(slots)], len(slots))
     [members] = cache.padded_runs
     assert type(members.slots) is type(where)
     assert str(members.slots) == str(where)
@@ -287,7 +287,7 @@ async def over_slots(spec: PolicySpec) -> AsyncIterator[EmbeddedEngine]:
     engine = EmbeddedEngine("e0", "solver", spec)
     await engine.start()
     try:
-        assert isinstance(engine._batcher, SlotBatcher)
+        assert isinstance(engine._host.batcher, SlotBatcher)
         yield engine
     finally:
         await engine.stop()
@@ -343,7 +343,8 @@ def test_drawing_turns_attend_as_the_fused_kernel_does(
     for kept in (cache.keys[0], cache.values[0]):
         kept.copy_(numbers(*kept.shape))
     slots = slots[: len(lengths)]
-    cache.plan([SlotRun(s, n - 1, 1) for s, n in zip(slots, lengths, strict=True)], len(lengths))
+    turns = enumerate(zip(slots, lengths, strict=True))
+    cache.plan([SlotRun(s, n - 1, 1, row) for row, (s, n) in turns], len(lengths))
     query = numbers(1, heads * cache.repeat, len(lengths), dim)
     key, value = (numbers(1, heads, len(lengths), dim) for _ in range(2))
     layer = torch.nn.Module()

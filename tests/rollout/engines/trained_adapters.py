@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from tests.rollout.engines.models import make_model, policy_spec, publish_tensors
-from troupe.checkpoints.adapters import AdapterContent, base_key
+from troupe.checkpoints.adapters import AdapterContent, base_key, distinct_tensors
+from troupe.checkpoints.format import CheckpointFormat
 from troupe.job import LoraSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
@@ -35,14 +37,15 @@ class TrainedAdapter:
         rank: int = 4,
         dtype: torch.dtype = torch.float32,
         base: PreTrainedModel | None = None,
+        targets: Sequence[str] = LAYERS,
     ) -> None:
         """`dtype`: the base's; an adapter is float32 (PEFT's own default). `base`: instead of
         the tiny model."""
         self.base = (base or make_model(base_seed)).to(dtype)
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LAYERS))
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets))
         # Not made a second time: an engine's thread may draw from the same generator meanwhile.
         self.model: Any = get_peft_model(copy.deepcopy(self.base), config).eval()
-        self.rank = rank
+        self.rank, self.targets = rank, targets
         self.step(seed)
 
     def step(self, seed: int, std: float = 0.2) -> None:
@@ -56,7 +59,7 @@ class TrainedAdapter:
         self, transfer: Transfer, version: int, policy: str = "solver", **changes: Any
     ) -> common_pb.WeightsRef:
         """The base, and the adapter as `version`; `changes` are to what it says of itself."""
-        named = dict(self.base.named_parameters())
+        named = CheckpointFormat(self.base, self.base.dtype).of(distinct_tensors(self.base))
         base = transfer.set("probe", named).checksum
         transfer.set(base_key("job", base), named)
         tensors = get_peft_model_state_dict(self.model)
@@ -64,7 +67,7 @@ class TrainedAdapter:
             "base": base,
             "rank": self.rank,
             "alpha": 2.0 * self.rank,
-            "target_modules": LAYERS,
+            "target_modules": tuple(self.targets),
             "tensors": tensors,
             **changes,
         }
