@@ -101,6 +101,15 @@ def test_what_differs_in_base_weights_or_engines_has_engines_of_its_own(
     assert engine_groups(job(a=LORA, b=other, c=LORA)) == (EngineGroup("a", ("a", "c")),)
 
 
+def test_the_order_of_a_configuration_does_not_matter() -> None:
+    one, other = (
+        {**LORA, "model": {"config": config, "tokenizer": "/models/qwen"}}
+        for config in ({"model_type": "qwen3", "rope": {"a": 1, "b": 2}},
+                       {"rope": {"b": 2, "a": 1}, "model_type": "qwen3"})
+    )  # fmt: skip
+    assert groups(a=one, b=other) == [EngineGroup("a", ("a", "b"))]
+
+
 def test_how_a_policys_text_is_read_does_not_keep_it_from_sharing() -> None:
     other = {**LORA, "model": MODEL | {"chat_template_kwargs": {"enable_thinking": False}}}
     assert groups(a=LORA, b=other) == [EngineGroup("a", ("a", "b"))]

@@ -131,8 +131,7 @@ class JobSpec(JobFields):
 
     @model_validator(mode="after")
     def _sharing(self) -> Self:
-        if not self._dangling:
-            check_sharing(self)
+        check_sharing(self)
         return self
 
     @model_validator(mode="after")

@@ -114,8 +114,8 @@ class EngineMoves:
         for name in (source.name, target.name):
             if name in self._shared:
                 raise FailedPrecondition(
-                    f"engines of policy '{name}' serve the policies that it shares them with, and "
-                    "stay with them",
+                    f"policy '{name}' shares its engines with others, and shared engines never "
+                    "move",
                     kind="engine_shared",
                     field="policy",
                     value=target.name,

@@ -276,18 +276,17 @@ def _print_devices(console: Console, cluster: Cluster) -> None:
         return
     # The holder of a device is an engine, or what several engines share.
     holders = {engine.id: [engine] for engine in cluster.engines} | _shared_engines(cluster)
+    shown = {
+        holder: [f"{one.policy} {one.versions} {one.state}" for one in engines]
+        for holder, engines in holders.items()
+    }
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("node", "device", "class", "memory", "busy", "process", "on it"):
         table.add_column(column, no_wrap=column in ("node", "device", "process"))
     for one in cluster.nodes:
         for device in one.devices:
             used = "" if device.used_bytes is None else f"{size(device.used_bytes)} of "
-            on_it = [
-                text
-                for holder in device.holders
-                for text in [f"{e.policy} {e.versions} {e.state}" for e in holders.get(holder, ())]
-                or [holder]
-            ]
+            on_it = [text for holder in device.holders for text in shown.get(holder, [holder])]
             table.add_row(
                 one.id if one.alive else f"[red]{one.id} (lost)[/red]",
                 str(device.index),

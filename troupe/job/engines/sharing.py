@@ -6,6 +6,7 @@ model, with the base once and the adapters of all members.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -85,8 +86,6 @@ def unshareable(spec: JobFields, name: str) -> str:
         return "is a network, which has no engine; remove `share`"
     if policy.simulated is not None:
         return "is simulated, and has no base to share; remove `share` or `simulated`"
-    if name in spec.slots:
-        return "is a slot of the population, whose weights change as a whole; use `never`"
     if policy.lora is not None:
         return ""
     if policy.trainable:
@@ -125,7 +124,7 @@ def reasons_apart(spec: JobFields) -> Iterator[tuple[str, str, list[str]]]:
 def _needs(spec: JobFields, policy: PolicySpec, name: str) -> dict[str, str]:
     """Return what must be equal within a group, as text by field."""
     model = policy.language_model
-    base = {f"model.{part}": repr(getattr(model, part)) for part in _BASE}
+    base = {f"model.{part}": _text(getattr(model, part)) for part in _BASE}
     if model.path is None and policy.lora is None:
         # Random weights depend on the policy's name; those under adapters do not.
         base["model.config"] += f" with random weights of '{name}'"
@@ -133,9 +132,14 @@ def _needs(spec: JobFields, policy: PolicySpec, name: str) -> dict[str, str]:
     engine["urls"] = [server_of(url) for url in policy.engine.urls]
     return (
         base
-        | {f"engine.{part}": repr(value) for part, value in engine.items()}
+        | {f"engine.{part}": _text(value) for part, value in engine.items()}
         | {"colocate": repr(name in spec.colocated)}
     )
+
+
+def _text(value: object) -> str:
+    # The order of a configuration's fields has no meaning.
+    return json.dumps(value, sort_keys=True) if isinstance(value, dict) else repr(value)
 
 
 def _check_group(spec: JobFields, group: str, members: list[str]) -> None:
