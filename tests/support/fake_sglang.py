@@ -120,6 +120,8 @@ class FakeSglang:
         self.adapters: dict[str, dict[str, Any]] = {}
         self.alters: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         """A fault: what becomes of an adapter's configuration on its way in."""
+        self.mistaken: dict[str, torch.Tensor] | None = None
+        """A fault: weights that it takes for those of every adapter that is loaded."""
         torch.manual_seed(99)
         self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
         self._format = CheckpointFormat(self._model, torch.float32)
@@ -273,6 +275,12 @@ class FakeSglang:
         self._model.load_state_dict(dict(found), strict=False)
         for entry in self.adapters.values():
             entry.pop("model", None)
+
+    def forget(self) -> None:
+        """Be a server that was started anew: other weights, no adapters, no names."""
+        self.adapters.clear()
+        self.version, self.paused, self.session = "default", False, False
+        self.load({name: torch.zeros_like(tensor) for name, tensor in self._held.items()})
 
     def checksum(self) -> float:
         """One number of all weights."""

@@ -329,7 +329,7 @@ def _adapter_routes(fake: FakeSglang) -> None:
 
     @app.post("/load_lora_adapter_from_tensors")
     async def load_tensors(body: dict[str, Any]) -> Response:
-        tensors = _received(body["serialized_named_tensors"][0])
+        tensors = fake.mistaken or _received(body["serialized_named_tensors"][0])
         return load(body["lora_name"], {"config": body["config_dict"], "tensors": tensors})
 
     @app.post("/unload_lora_adapter")

@@ -55,7 +55,7 @@ from troupe.workflow.backend import Sampling
 from troupe.workflow.token_ids import TokenIds
 
 if TYPE_CHECKING:
-    from services.rollout.engines.weights import Adapted
+    from services.rollout.engines.weights import Adapted, BaseWeights
     from troupe.transfer import Transfer
 
 Tensors = Mapping[str, Any]
@@ -705,8 +705,11 @@ class ServingEngine(ABC):
         from services.rollout.engines.weights import with_base  # imports torch: takes seconds
 
         tensors, _ = transfer.get(ref.key, expected_checksum=ref.checksum, lasting=self.only_copies)
-        known = self._adapted.base if self._adapted is not None else None
-        return tensors, with_base(tensors, ref, transfer, known)
+        return tensors, with_base(tensors, ref, transfer, self._known_base())
+
+    def _known_base(self) -> BaseWeights | None:
+        """The base of adapters that is at hand."""
+        return self._adapted.base if self._adapted is not None else None
 
     def _return_turns(self, ref: common_pb.WeightsRef) -> None:
         """Before weights change: end turns in flight where the job has them restarted."""

@@ -24,7 +24,6 @@ from services.rollout.engines.errors import (
     EngineDied,
     EngineStartFailed,
     TurnReturned,
-    WeightsRefused,
 )
 from services.rollout.engines.hosts import EngineHost
 from services.rollout.engines.requests import EngineResponse, Memory, ScoreRequest
@@ -40,9 +39,8 @@ from services.rollout.engines.weights import (
     arranged,
     check_base,
     check_published,
-    first_difference,
     load_config,
-    refused_adapter,
+    other_base,
     require_checksum,
     skeleton,
     verify,
@@ -210,7 +208,8 @@ class EmbeddedHost(EngineHost):
             other for other in self._engines if other is not engine and other.version is not None
         ]
         if others and self.base is not None:
-            raise await asyncio.to_thread(_other_base, self.base, base, others[0].policy)
+            names = ", ".join(other.policy for other in others)
+            raise await asyncio.to_thread(other_base, self.base, base, engine.policy, names)
         await asyncio.to_thread(verify, base.tensors, model, base.ref)
         return await asyncio.to_thread(arranged, base.tensors, model, base.ref)
 
@@ -729,21 +728,7 @@ def _row_adapter(
     Raises `WeightsRefused`.
     """
     require_checksum(published, ref)
-    for name, tensor in adapted.adapter.tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise refused_adapter(f"'{name}' has values that are not finite", ref.key)
     return RowAdapter.of(adapted.adapter, device)
-
-
-def _other_base(held: BaseWeights, wanted: BaseWeights, other: str) -> WeightsRefused:
-    """The error of a policy whose base is not that of the policy `other`. Blocking."""
-    name = first_difference(held.tensors, wanted.tensors)
-    return WeightsRefused(
-        f"its base is not that of policy '{other}', whose engine it shares: '{name}' differs",
-        field="weights",
-        value=wanted.ref.key,
-        remedy="Train both from the same model, or set `engine.share: never` for one of them.",
-    )
 
 
 def scoring_passes(asked: Sequence[ScoreRequest], vocabulary: int) -> list[list[int]]:

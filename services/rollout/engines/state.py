@@ -58,6 +58,11 @@ class EngineState:
             self._move(common_pb.ENGINE_STATE_STALE, self.message)
         self._move(common_pb.ENGINE_STATE_UPDATING, f"updating to version {version}")
 
+    def waits(self, version: int, reason: str) -> None:
+        """Say what an update waits for, while former versions go on."""
+        self._only_from(common_pb.ENGINE_STATE_UPDATING)
+        self.message = f"version {version} waits: {reason}"
+
     def awaits_commit(self, version: int) -> None:
         """Stay UPDATING: weights are loaded that are not committed yet."""
         self._only_from(common_pb.ENGINE_STATE_UPDATING)

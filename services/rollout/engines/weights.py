@@ -33,6 +33,7 @@ _REMEDY: Final = (
     "Publish from the same model configuration and dtype that the policy's engine uses."
 )
 _ADAPTER_REMEDY: Final = "Give trainer and engine the same job: its model and its `lora` section."
+_BROKEN_REMEDY: Final = "Resume the job from an earlier checkpoint, with a lower learning rate."
 # Building a model sets process-wide defaults of torch and transformers for a moment.
 _BUILDING: Final = threading.Lock()
 
@@ -256,15 +257,14 @@ def untied(
     }
 
 
-def first_difference(
-    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
-) -> str | None:
-    """The first name, in order, whose tensor only one of both has, or that differs between them;
-    None if they are equal. Blocking."""
-    for name in sorted(one.keys() | other.keys()):
-        if name not in one or name not in other or _bytes(one[name]) != _bytes(other[name]):
+def first_difference(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tensor]) -> str:
+    """Return the first name, in order, under which two models have different tensors; empty: they
+    are equal. Blocking: reads all weights up to there."""
+    for name in sorted(these.keys() | those.keys()):
+        one, other = these.get(name), those.get(name)
+        if one is None or other is None or one.dtype != other.dtype or not torch.equal(one, other):
             return name
-    return None
+    return ""
 
 
 def _bytes(tensor: torch.Tensor) -> str:
@@ -287,6 +287,19 @@ class Adapted:
     base: BaseWeights
 
 
+def other_base(known: BaseWeights, wanted: BaseWeights, policy: str, others: str) -> WeightsRefused:
+    """The error of a `policy` whose base is not the one that the engines of `others` share.
+    Blocking: looks for the first tensor that differs."""
+    name = first_difference(known.tensors, wanted.tensors)
+    return WeightsRefused(
+        f"its base differs from that of the policies on the same engines ({others}): '{name}' "
+        "differs",
+        field=f"policies.{policy}.engine.share",
+        value=wanted.ref.key,
+        remedy="Use `never`, or train adapters over the same base.",
+    )
+
+
 def with_base(
     tensors: Mapping[str, torch.Tensor],
     ref: common_pb.WeightsRef,
@@ -304,6 +317,11 @@ def with_base(
         adapter = AdapterContent.of(tensors)
     except NotAnAdapter as error:
         raise refused_adapter(str(error), ref.key) from error
+    for name, tensor in adapter.tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise refused_adapter(
+                f"'{name}' has numbers that are not finite", ref.key, _BROKEN_REMEDY
+            )
     if known is not None and known.ref.checksum == adapter.base:
         return Adapted(adapter, known)
     key = base_key(ref.job_id, adapter.base)
@@ -355,6 +373,6 @@ def check_base(adapted: Adapted, model: torch.nn.Module) -> None:
     check_fit(adapted.base.tensors, model, adapted.base.ref.key)
 
 
-def refused_adapter(message: str, key: str) -> WeightsRefused:
+def refused_adapter(message: str, key: str, remedy: str = _ADAPTER_REMEDY) -> WeightsRefused:
     """The error of an adapter at `key` that the engine's model cannot have."""
-    return WeightsRefused(message, field="weights", value=key, remedy=_ADAPTER_REMEDY)
+    return WeightsRefused(message, field="weights", value=key, remedy=remedy)

@@ -16,6 +16,7 @@ from services.rollout.engines.errors import EngineStartFailed, Refused, ScoreRef
 from services.rollout.engines.requests import ScoreRequest
 from services.rollout.engines.servers.engine import ServerEngine
 from services.rollout.engines.servers.interface import (
+    AdapterNeeds,
     InferenceServer,
     Launch,
     RunningTurns,
@@ -34,7 +35,6 @@ from tests.rollout.engines.models import (
     reference_logprobs,
 )
 from tests.support.waiting import PATIENCE, until
-from troupe.job import LoraSpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 
@@ -69,8 +69,8 @@ class PlainServer(InferenceServer):
         return ["plain", launch.source, *launch.extra_arguments]
 
     @classmethod
-    def adapter_arguments(cls, lora: LoraSpec, targets: Sequence[str]) -> list[str]:
-        return ["--adapters", *targets]
+    def adapter_arguments(cls, needs: AdapterNeeds) -> list[str]:
+        return ["--adapters", *needs.modules]
 
     async def close(self) -> None:
         self.turns.clear()

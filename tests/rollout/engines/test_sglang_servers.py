@@ -212,7 +212,7 @@ async def test_a_server_that_is_full_of_others_turns_is_not_dead(
     monkeypatch.setattr(managed, "PROBE_AFTER_SECONDS", 0.0)
     # Long enough for a double that gets little of a busy machine.
     monkeypatch.setattr("services.rollout.engines.sglang.server.PROBE_SECONDS", 2.0)
-    monkeypatch.setattr("services.rollout.engines.servers.engine._LOAD_SECONDS", 60.0)
+    monkeypatch.setattr("services.rollout.engines.servers.host._LOAD_SECONDS", 60.0)
     fake.faults.queue = 3
     for _ in range(4):
         assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
@@ -227,7 +227,7 @@ async def test_a_server_that_hangs_gets_no_turns_while_it_is_asked_again(
     fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await up(fake, transfer)
-    monkeypatch.setattr("services.rollout.engines.servers.engine._CHECK_SECONDS", 0.2)
+    monkeypatch.setattr("services.rollout.engines.servers.host._CHECK_SECONDS", 0.2)
     await engine.check()
     fake.faults.hangs = True
     async with asyncio.timeout(PATIENCE):
@@ -325,7 +325,7 @@ async def test_a_load_report_reaches_the_engines_load(fake: FakeSglang, transfer
     tasks = [asyncio.ensure_future(ask(engine, f"r{i}", [1], max_new_tokens=100)) for i in range(2)]
     await until(lambda: len(fake.calls) == 2)
     await client.pause("requeue")
-    engine._reported = await engine._server.api.load()
+    engine.host.reported = await engine._server.api.load()
     assert (engine.load().waiting, engine.load().uncached_tokens) == (2, 14)
     await client.resume()
     await asyncio.gather(*tasks)

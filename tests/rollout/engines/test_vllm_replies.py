@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.errors import BrokenReply, Refused
-from services.rollout.engines.servers.interface import Launch, ServerDescription, Unfit
+from services.rollout.engines.servers.interface import (
+    AdapterNeeds,
+    Launch,
+    ServerDescription,
+    Unfit,
+)
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.vllm.replies import (
     VllmFeatures,
@@ -26,7 +31,6 @@ from services.rollout.engines.vllm.replies import (
 )
 from services.rollout.engines.vllm.server import VllmServer, sampling_of
 from tests.rollout.engines.models import policy_spec
-from troupe.job import LoraSpec
 from troupe.mixtures import RoutingShape
 from troupe.workflow.backend import Sampling
 from troupe.workflow.token_ids import TokenIds
@@ -74,7 +78,7 @@ def config(**changes: Any) -> dict[str, Any]:
             "pipeline_parallel_size": 1,
             "data_parallel_size": 1,
         },
-        "lora_config": {"max_lora_rank": 8, "target_modules": None},
+        "lora_config": {"max_lora_rank": 8, "target_modules": None, "max_loras": 4},
         "device_config": {"device": "cpu"},
         "aux_output_config": {"enable_return_routed_experts": False},
     }
@@ -283,11 +287,13 @@ def test_a_launched_server_is_started_for_what_its_policy_needs() -> None:
     ):
         assert wanted in joined
     assert "lora" not in joined
-    lora = spec.model_copy(update={"lora": LoraSpec(rank=20)})
-    adapters = Launch(lora, "/m", 1234, 256, targets=["q_proj"], deterministic=True, memory=True)
+    needs = AdapterNeeds(20, ["q_proj"], policies=2)
+    adapters = Launch(spec, "/m", 1234, 256, adapters=needs, deterministic=True, memory=True)
     joined = " ".join(VllmServer.command(adapters))
     # vLLM knows some ranks only.
     assert "--enable-lora --max-lora-rank 32 --lora-target-modules q_proj" in joined
+    # Three live versions of each policy, and the base.
+    assert "--max-loras 7 --max-cpu-loras 14" in joined
     assert "--enable-sleep-mode" in joined
     variables = VllmServer.variables(adapters)
     assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

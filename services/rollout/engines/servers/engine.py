@@ -1,4 +1,6 @@
-"""`ServerEngine`: the engine that is an inference server of any kind, launched or attached."""
+"""`ServerEngine`: one policy on an inference server of any kind, launched or attached.
+
+The server is its host's; other policies' engines may stand there, too."""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from services.rollout.engines.errors import (
     BadTurn,
     BrokenReply,
     EngineDied,
+    EngineStale,
     EngineStartFailed,
     Refused,
     ReplyBroken,
@@ -25,6 +28,7 @@ from services.rollout.engines.errors import (
     TurnReturned,
     UpdateFailed,
 )
+from services.rollout.engines.hosts import EngineHost
 from services.rollout.engines.requests import (
     EngineLoad,
     EngineResponse,
@@ -34,24 +38,25 @@ from services.rollout.engines.requests import (
 )
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.engines.servers.adapters import AdapterVersions, ServedAdapter
-from services.rollout.engines.servers.interface import SERVER_ERRORS, InferenceServer, ServerLoad
+from services.rollout.engines.servers.host import MISSES_UNTIL_DEAD, ServerHost
+from services.rollout.engines.servers.interface import SERVER_ERRORS, InferenceServer
 from services.rollout.engines.servers.loaders import NewWeights
-from services.rollout.engines.servers.managed import Health, ManagedServer
 from services.rollout.engines.turns import EngineTurn
-from services.rollout.engines.weights import Adapted, check_base, check_published, untied
+from services.rollout.engines.weights import (
+    Adapted,
+    BaseWeights,
+    check_base,
+    check_published,
+    untied,
+)
 from troupe.job import PolicySpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.rpc.ids import new_id
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 
-MISSES_UNTIL_DEAD: Final = 3
 # How long an aborted turn waits for the server to return its tokens.
 _ABORT_SECONDS: Final = 2.0
-# A check ends before its caller gives up on it, so that a missed one is counted; before it the
-# server is asked for its load.
-_CHECK_SECONDS: Final = 16.0
-_LOAD_SECONDS: Final = 3.0
 # How long a turn waits for the version of a server that another worker keeps, before it asks again.
 _CATCH_UP_SECONDS: Final = 5.0
 # Continuations that are scored at once.
@@ -62,13 +67,17 @@ _BAD_REQUEST: Final = 400
 class ServerEngine(ServingEngine):
     """Serves a policy with one inference server. A kind of server is a subclass that names it.
 
-    `replica` chooses the URL of an attached server. `deterministic`: the server is launched so that
-    a turn is a function of (weights, prompt, seed); an attached one must have been. `devices`:
-    the worker's, for a launched server. `routed_experts`: turns of a mixture of experts say which
-    experts their tokens were sent to; an attached server must have been started for it.
+    `host`: the server, with the engines of the other policies of a group; None: a server of its
+    own, for which the other options are. `replica` chooses the URL of an attached server.
+    `deterministic`: the server is launched so that a turn is a function of (weights, prompt, seed);
+    an attached one must have been. `devices`: the worker's, for a launched server.
+    `routed_experts`: turns of a mixture of experts say which experts their tokens were sent to; an
+    attached server must have been started for it.
     """
 
     server_class: ClassVar[type[InferenceServer]]
+    host_class: ClassVar[type[EngineHost]] = ServerHost
+    host: ServerHost
     only_copies: ClassVar[bool] = True
 
     def __init__(
@@ -77,50 +86,46 @@ class ServerEngine(ServingEngine):
         policy: str,
         spec: PolicySpec,
         *,
+        host: ServerHost | None = None,
         replica: int = 0,
         deterministic: bool = False,
         devices: EngineDevices | None = None,
         routed_experts: bool = False,
     ) -> None:
-        super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
-        self._spec = spec
-        self._server = ManagedServer(
-            self.server_class,
+        host = host or ServerHost(
             engine_id,
-            policy,
-            spec,
+            {policy: spec},
+            type(self),
             replica=replica,
             deterministic=deterministic,
-            devices=devices or EngineDevices(),
+            devices=devices,
             routed_experts=routed_experts,
         )
-        # Of a policy that trains a LoRA adapter.
-        self._versions = AdapterVersions(self._server)
+        super().__init__(engine_id, policy, in_flight=spec.engine.in_flight, host=host)
+        self._spec = spec
+        self._server = host.server
+        self._records_routes = spec.trainable
+        # The server's incarnation that the engine has started with.
+        self._incarnation = 0
+        # Of a policy that trains a LoRA adapter, or is the base under others'.
+        self._versions = AdapterVersions(self._server, host.slots)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._aborting: set[str] = set()
-        # Cleared while the server must not be given turns.
-        self._open = asyncio.Event()
-        self._open.set()
-        # The version in the server when turns were last let in, verified or not.
-        self._loaded: int | None = None
         # Checksum of the weights of the policy that the engine has left: loaded, but not served.
         self._former = ""
         # Where the weights that are being loaded are published.
         self._source: Transfer | None = None
         # Tensors of the last version that was loaded as a whole, without values.
         self._held: dict[str, torch.Tensor] = {}
-        self._updates = 0
-        self._misses = 0
-        self._reported = ServerLoad()
-        # Turns that it has answered with tokens since the last check.
-        self._answered_since_check = 0
-        self._health: Health
+        # Number of the host's probe that the last check has seen.
+        self._probed = 0
         # Whether another worker keeps the server; set, and made anew, when it serves a version.
         self._followed = False
         # Whether a keeper that was lost may have left a session of updates open.
         self._left_open = False
         self._caught_up = asyncio.Event()
+        host.join(self)
 
     @property
     def url(self) -> str:
@@ -135,7 +140,41 @@ class ServerEngine(ServingEngine):
     @property
     def held_devices(self) -> frozenset[int]:
         """Indices of the worker's devices that a launched server has."""
-        return self._server.devices.held(self.engine_id)
+        return self._server.devices.held(self.host.host_id)
+
+    @property
+    def live_versions(self) -> list[int]:
+        """See `ServingEngine.live_versions`."""
+        return live if len(live := self._versions.live) > 1 else []
+
+    @property
+    def up(self) -> bool:
+        """See `Standing.up`."""
+        return self._life.alive
+
+    @property
+    def serving(self) -> bool:
+        """See `Standing.serving`."""
+        return self._life.serves
+
+    @property
+    def in_flight(self) -> int:
+        """See `Standing.in_flight`."""
+        return len(self._turns)
+
+    def host_died(self, reason: str) -> None:
+        """See `Standing.host_died`."""
+        super()._die(reason)
+
+    def host_doubted(self, reason: str) -> None:
+        """See `Standing.host_doubted`."""
+        if self._life.serves:
+            self._life.distrusted(reason)
+
+    def _die(self, reason: str) -> None:
+        """End all engines of the server."""
+        self.host.died(reason, self._incarnation)
+        super()._die(reason)
 
     async def _begin(self) -> None:
         """Launch or attach, within `start_timeout_seconds`."""
@@ -168,8 +207,8 @@ class ServerEngine(ServingEngine):
                     remedy="Wait until its keeper has brought it there.",
                 )
             self._life.updating(ref.version)
-            self._loaded = ref.version
-            self._updates += 1
+            self.host.loaded = ref.version
+            self.host.updates += 1
             self._life.verified(ref.version, ref.checksum)
             self._server.updater.trust_names()
             self._caught_up.set()
@@ -210,8 +249,8 @@ class ServerEngine(ServingEngine):
 
     def load(self) -> EngineLoad:
         """The current load; how many turns wait in the server is as of the last `check`."""
-        load, reported = self._turns.load(), self._reported
-        waiting = min(reported.waiting, load.running)
+        load, reported = self._turns.load(), self.host.reported
+        waiting = self.host.waiting_of(load.running)
         return replace(
             load,
             running=load.running - waiting,
@@ -234,41 +273,21 @@ class ServerEngine(ServingEngine):
             return self.state
         if self._asleep:  # it cannot generate
             return self.state
-        answered, self._answered_since_check = self._answered_since_check, 0
-        try:
-            async with asyncio.timeout(_LOAD_SECONDS):
-                self._reported = await self._server.api.load()
-        except SERVER_ERRORS:
-            self._reported = ServerLoad()
-        except TimeoutError:  # busy: the last report is the best
-            pass
-        api, healthy, gone = self._server.api, False, False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CHECK_SECONDS):
-                # Whether it still generates is its keeper's concern, which may have paused it.
-                healthy = await (
-                    api.alive()
-                    if self._followed
-                    else self._health.generates(
-                        answered, len(self._turns), self._reported, serves=self._life.serves
-                    )
-                )
-                gone = not healthy and not await api.alive()
+        probe = await self.host.probe(self._probed)
+        self._probed = probe.number
         # An update may have begun meanwhile: a paused server does not generate.
         if not self._life.alive or self.state == common_pb.ENGINE_STATE_UPDATING:
             return self.state
-        if healthy:
-            self._misses = 0
+        url = self._server.api.url
+        if probe.healthy:
             if self.state == common_pb.ENGINE_STATE_SUSPECT:
                 self._life.recovered()
             if self._followed:
                 await self._compare_version()
-        else:
-            self._misses += 1
-            if gone or self._misses >= MISSES_UNTIL_DEAD:
-                self._die(f"{api.url} generates nothing")
-            elif self.state == common_pb.ENGINE_STATE_HEALTHY:
-                self._life.suspect(f"{api.url} missed a probe")
+        elif probe.gone or probe.misses >= MISSES_UNTIL_DEAD:
+            self._die(f"{url} generates nothing")
+        elif self.state == common_pb.ENGINE_STATE_HEALTHY:
+            self._life.suspect(f"{url} missed a probe")
         return self.state
 
     async def _compare_version(self) -> None:
@@ -290,7 +309,11 @@ class ServerEngine(ServingEngine):
         self.give_up_ahead("it was stopped")
         if self._background:
             await asyncio.wait(self._background, timeout=_ABORT_SECONDS)
-        await self._server.down(for_good=True)
+        if self.host.is_up(self._incarnation) and not self._server.launched:
+            with contextlib.suppress(TimeoutError):  # an attached server goes on
+                async with asyncio.timeout(_ABORT_SECONDS):
+                    await self._versions.unload_all()
+        await self.host.leave(self)
 
     async def _serve(self, turn: EngineTurn) -> EngineResponse:
         future: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
@@ -324,17 +347,15 @@ class ServerEngine(ServingEngine):
 
     async def _bring_up(self) -> None:
         try:
-            await self._server.up()
+            await self.host.up()
         except EngineStartFailed as error:
             self._life.died(str(error))
             raise
         server = self._server
+        self._incarnation = self.host.incarnation
         self.max_context, self.vocabulary = server.max_context, server.vocabulary
         self.eos_ids = server.eos_ids
         self._versions.forget(restarted=True)
-        self._misses = 0
-        self._reported = ServerLoad()
-        self._health = Health(server.api, self._spec.engine.running_limit)
 
     def _keeps_memory(self) -> FailedPrecondition | None:
         if self._server.described.frees_memory or self._server.launched:
@@ -348,19 +369,17 @@ class ServerEngine(ServingEngine):
         )
 
     async def _release(self, tags: frozenset[Memory]) -> None:
-        """Release memory by the server's memory saver; a launched server without it is ended."""
+        """Release memory by the server's memory saver, once all engines of the server do; a
+        launched server without it is ended."""
         self._versions.forget()
-        if not self._server.described.frees_memory:
-            if not self._asleep:
-                await self._server.down(for_good=False)
-            return
+        await self._versions.settled()
         if self._background:  # aborts under way: a busy scheduler would die
             await asyncio.wait(self._background, timeout=_ABORT_SECONDS)
-        await self._control(self._server.free(tags), "it did not go to sleep")
+        await self._control(self.host.release(self, tags), "it did not go to sleep")
 
     async def _resume(self, tags: frozenset[Memory]) -> None:
         if self._server.described.frees_memory:
-            await self._control(self._server.api.resume_memory(tags), "it did not wake")
+            await self._control(self.host.resume(tags), "it did not wake")
         elif tags == self._asleep:
             await self._bring_up()
 
@@ -401,7 +420,7 @@ class ServerEngine(ServingEngine):
         self, ref: common_pb.WeightsRef, starting: Callable[[], None]
     ) -> LoadedAhead | None:
         def begun() -> None:
-            self._updates += 1
+            self.host.updates += 1
             starting()
 
         weights = NewWeights(self._held, ref, self._source, self._wave, ahead=True)
@@ -439,12 +458,24 @@ class ServerEngine(ServingEngine):
 
     async def _fits_base(self, adapted: Adapted) -> None:
         await asyncio.to_thread(check_base, adapted, self._server.layout)
+        await asyncio.to_thread(self.host.check_base, self.policy, adapted.base)
 
     def _read(
         self, ref: common_pb.WeightsRef, transfer: Transfer
     ) -> tuple[Tensors, Adapted | None]:
         self._source = transfer
         return super()._read(ref, transfer)
+
+    def _known_base(self) -> BaseWeights | None:
+        return self.host.base or super()._known_base()
+
+    async def _prepared(
+        self, tensors: Tensors, ref: common_pb.WeightsRef, adapted: Adapted | None
+    ) -> tuple[Tensors, common_pb.WeightsRef]:
+        if adapted is None and self.host.shared:
+            base = BaseWeights(ref, tensors)
+            await asyncio.to_thread(self.host.check_base, self.policy, base)
+        return tensors, ref
 
     def distrust(self, reason: str) -> None:
         """See `ServingEngine.distrust`. A session of the lost keeper is closed before the load."""
@@ -460,11 +491,13 @@ class ServerEngine(ServingEngine):
         async with self._failing():
             if self._adapted is not None:
                 return await self._load_adapter(self._adapted, ref)
+            if self.host.keeps_base:
+                return await self._serve_base(BaseWeights(ref, tensors))
             return await self._replace(tensors, ref, known)
 
     async def _replace(self, tensors: Tensors, ref: common_pb.WeightsRef, known: str) -> float:
         """Load all weights; `known`: checksum of those that the server holds, empty if unknown."""
-        self._updates += 1
+        self.host.updates += 1
         each_once = untied(tensors, self._server.layout)
         # With a tied tensor under both names its file is not what the server should read.
         source = self._source if each_once.keys() == tensors.keys() else None
@@ -480,38 +513,47 @@ class ServerEngine(ServingEngine):
 
     async def _load_adapter(self, adapted: Adapted, ref: common_pb.WeightsRef) -> float:
         """Load the base, unless the server has it, and the adapter, while the server generates."""
-        versions, base, exposed = self._versions, adapted.base, 0.0
-        if versions.base != base.ref.checksum:
-            known, versions.base = versions.base, ""
-            exposed = await self._replace(base.tensors, base.ref, known)
-            versions.base = base.ref.checksum
-        else:
-            self._way = "adapter"
-        served = await versions.load(adapted, ref)
+        exposed = await self._hold_base(adapted.base)
+        served = await self._versions.load(adapted, ref, partial(self._life.waits, ref.version))
         self._return_turns(ref)
-        await versions.switch(served)
+        await self._versions.switch(served)
         return exposed
+
+    async def _serve_base(self, base: BaseWeights) -> float:
+        """Serve the base itself, under adapters of other policies."""
+        exposed = await self._hold_base(base)
+        self._return_turns(base.ref)
+        await self._versions.switch(ServedAdapter(None, base.ref.version))
+        return exposed
+
+    async def _hold_base(self, base: BaseWeights) -> float:
+        """Have the server hold the base; return the seconds in which nothing was served."""
+        load = partial(self._replace, base.tensors, base.ref)
+        exposed = await self.host.hold_base(self.policy, base, load)
+        if exposed is None:
+            self._way = "adapter"
+        return exposed or 0.0
 
     @property
     def _cache_key(self) -> str | None:
         """Whose cached prefixes a request may use: where the cache is kept, those of this version.
         (Adapters have their own caches already.)"""
-        return f"v{self._loaded}" if self._spec.engine.cache == "keep" else None
+        return f"v{self.host.loaded}" if self._spec.engine.cache == "keep" else None
 
     def _gate(self, ref: common_pb.WeightsRef, is_open: bool) -> None:
         """Let turns into the server, which holds `ref`, or hold them back."""
         if is_open:
-            self._loaded = ref.version
-            self._open.set()
+            self.host.loaded = ref.version
+            self.host.open.set()
         else:
-            self._open.clear()
+            self.host.open.clear()
             self._return_turns(ref)
 
     async def _run(self, turn: EngineTurn, future: asyncio.Future[EngineResponse]) -> None:
         outcome: EngineResponse | Exception
         try:
             outcome = await self._respond(turn)
-            self._answered_since_check += 1
+            self.host.answered += 1
         except ServerGone as error:
             outcome = await self._lost(error) or broken(self.engine_id, turn, error)
         except BrokenReply as error:
@@ -538,20 +580,28 @@ class ServerEngine(ServingEngine):
     async def _request(self, turn: EngineTurn, served: ServedAdapter) -> EngineResponse:
         """Request the response until it is complete: updates may interrupt it."""
         while True:
-            await self._open.wait()
-            asked_of, updates = self._loaded, self._updates
+            host = self.host
+            await host.open.wait()
+            asked_of, updates = host.loaded, host.updates
             followed, known = self._followed, self.version
             turn.started_at = turn.started_at or time.monotonic()
-            reply = await self._server.api.generate(
-                turn,
-                adapter=served.name,
-                routing=self._server.routing,
-                cache_key=self._cache_key,
-            )
-            # Tokens of weights that are not verified yet must not get out.
-            await self._settled.wait()
+            try:
+                reply = await self._server.api.generate(
+                    turn,
+                    adapter=served.name,
+                    routing=self._server.routing if self._records_routes else None,
+                    cache_key=self._cache_key,
+                )
+            except Refused as error:
+                raise await self._refusal(served, error) from error
+            if served.version is None:
+                # Tokens of weights that are not verified yet must not get out.
+                await self._settled.wait()
+            elif not reply.is_over(asked_of):
+                host.doubt_base(f"{self.url} computes over weights that are not the base")
+                raise EngineStale(self.engine_id, self._life.name)
             # Of a server that another worker keeps only its own word counts.
-            steady = updates == self._updates and not self._followed
+            steady = updates == host.updates and not self._followed
             versions = reply.versions(asked_of, steady=steady, adapter=served.version)
             if versions is None:
                 turn.restart()
@@ -578,9 +628,21 @@ class ServerEngine(ServingEngine):
                 if self._in_flight == "restart":
                     raise TurnReturned(self.engine_id, "new weights are being loaded")
                 await self._catch_up()
-            elif updates == self._updates:
+            elif updates == host.updates:
                 raise BrokenReply(f"the server aborted it: {reply.message or 'no reason given'}")
             turn.incarnation += 1
+
+    async def _refusal(self, served: ServedAdapter, error: Refused) -> Exception:
+        """The error of a refused request: if the server has lost the adapter, the engine has no
+        weights any more."""
+        if served.name is None or await self._versions.holds(served):
+            return error
+        current = await self._versions.drop(served)
+        if current and self._life.serves:
+            self._life.distrusted(f"the server has lost adapter '{served.name}': {error}")
+        # It may have been started anew.
+        await self.host.verify_base()
+        return EngineStale(self.engine_id, self._life.name)
 
     async def _lost(self, error: Exception) -> EngineDied | None:
         """After a broken connection: the error if the server is gone, None if it is alive."""
@@ -601,9 +663,10 @@ class ServerEngine(ServingEngine):
                 value=temperature,
                 remedy="Ask for temperature 1, or serve the policy with `kind: embedded`.",
             )
-        await self._open.wait()
-        # Nothing is awaited in between: this version answers, or `_updates` has changed.
-        served, updates, loaded = self._versions.begin(), self._updates, self._loaded
+        host = self.host
+        await host.open.wait()
+        # Nothing is awaited in between: this version answers, or `updates` has changed.
+        served, updates, loaded = self._versions.begin(), host.updates, host.loaded
         slots = asyncio.Semaphore(_SCORES_AT_ONCE)
 
         async def one(item: ScoreRequest) -> list[float]:
@@ -614,11 +677,11 @@ class ServerEngine(ServingEngine):
             async with asyncio.TaskGroup() as tasks:
                 rows = [tasks.create_task(one(item)) for item in asked]
         except* SERVER_ERRORS as errors:
-            raise await self._score_error(errors.exceptions[0]) from errors
+            raise await self._score_error(errors.exceptions[0], served) from errors
         finally:
             self._versions.ended(served)
         version = loaded if served.version is None else served.version
-        if version is None or updates != self._updates:
+        if version is None or updates != host.updates:
             return None
         if self._followed and await self._named_version() != str(version):
             return None
@@ -633,7 +696,11 @@ class ServerEngine(ServingEngine):
             cache_key=self._cache_key,
         )
 
-    async def _score_error(self, error: BaseException) -> Exception:
+    async def _score_error(self, error: BaseException, served: ServedAdapter) -> Exception:
+        if isinstance(error, Refused):
+            with contextlib.suppress(*SERVER_ERRORS):
+                if (refusal := await self._refusal(served, error)) is not error:
+                    return refusal
         if isinstance(error, ServerGone) and (died := await self._lost(error)) is not None:
             return died
         if isinstance(error, Refused) and error.status == _BAD_REQUEST:  # too long, for instance

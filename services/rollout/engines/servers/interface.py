@@ -18,7 +18,7 @@ import torch
 
 from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from troupe.checkpoints.adapters import AdapterContent
-from troupe.job import LoraSpec, PolicySpec
+from troupe.job import PolicySpec
 from troupe.job.engines import KINDS
 from troupe.mixtures import Indices, RoutingShape
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -35,8 +35,27 @@ RunningTurns = Literal["requeue", "abort", "keep"]
 """Fate of running turns in a pause. `requeue`: they go back to the server's queue, without
 their cache. `abort`: they end. `keep`: they stay where they are, with their cache."""
 
-LaunchFeature = Literal["deterministic", "routed_experts", "memory"]
+LaunchFeature = Literal["deterministic", "routed_experts", "memory", "adapters", "slots"]
 """Features that a server has only if it was started for them."""
+
+
+# Versions of a policy that may be live at once: the served one, and former ones whose turns run.
+LIVE_VERSIONS: Final = 3
+
+
+@dataclass(frozen=True)
+class AdapterNeeds:
+    """LoRA adapters of the policies on one server: the largest `rank`, all `modules` that one of
+    them changes (last parts of names), and the number of `policies`."""
+
+    rank: int
+    modules: Sequence[str]
+    policies: int = 1
+
+    @property
+    def per_batch(self) -> int:
+        """Adapters of one batch, with none (the base) as another one."""
+        return LIVE_VERSIONS * self.policies + 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,7 @@ class Launch:
     """How a server is launched, on loopback.
 
     `source`: a directory or hub id of the model; weights are loaded later. `name`: the served
-    model name. `targets`: layers of the policy's adapter. `replica`: the engine's number.
+    model name. `adapters`: those of its policies, if any. `replica`: the host's number.
     `memory`: the server can free its GPU memory while it runs. `routed_experts`: it says which
     experts tokens were sent to. `release`: numbers of its package's version; empty: unknown.
     `gpu`: it computes on GPUs.
@@ -55,7 +74,7 @@ class Launch:
     port: int
     max_context: int
     name: str = ""
-    targets: Sequence[str] = ()
+    adapters: AdapterNeeds | None = None
     replica: int = 0
     deterministic: bool = False
     memory: bool = False
@@ -81,10 +100,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """Adapters that a server was started for; `rank` None and no `modules`: it does not say."""
+    """Adapters that a server was started for; `rank` or `slots` None, no `modules`: it does not
+    say. `slots`: adapters that it computes in one batch, besides none."""
 
     rank: int | None = None
     modules: Collection[str] = ()
+    slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +179,13 @@ class ServerReply:
     spans: Sequence[VersionName] = ()
     last_name: str | None = None
     routes: Indices | None = None
+
+    def is_over(self, base: int | None) -> bool:
+        """Return whether the weights that drew it, under an adapter or alone, have the name of the
+        base; True if the server does not say."""
+        if not self.spans:
+            return self.last_name in (None, str(base))
+        return all(span.name == str(base) for span in self.spans)
 
     def versions(
         self, asked_of: int | None, *, steady: bool, adapter: int | None = None
@@ -248,9 +276,8 @@ class InferenceServer(ABC):
 
     @classmethod
     @abstractmethod
-    def adapter_arguments(cls, lora: LoraSpec, targets: Sequence[str]) -> list[str]:
-        """Arguments of a server that serves adapters of `lora`, which change the layers
-        `targets`."""
+    def adapter_arguments(cls, needs: AdapterNeeds) -> list[str]:
+        """Arguments of a server that serves such adapters."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,8 @@ from services.rollout.engines.server_process import (
 from services.rollout.engines.servers.direct import DirectLoader, DirectWay
 from services.rollout.engines.servers.interface import (
     SERVER_ERRORS,
+    AdapterLimits,
+    AdapterNeeds,
     InferenceServer,
     Launch,
     ServerDescription,
@@ -39,7 +41,7 @@ from troupe.checkpoints.adapters import linear_layers
 from troupe.devices import find_devices
 from troupe.disks import Scratch
 from troupe.doctor.interpreters import Environment, NoEnvironment, read_environment
-from troupe.job import ModelSpec, PolicySpec
+from troupe.job import LoraSpec, ModelSpec, PolicySpec
 from troupe.job.engines import KINDS
 from troupe.mixtures import RoutingShape, shape_in
 from troupe.rpc.addresses import host_of, http_url, is_loopback_host
@@ -65,12 +67,13 @@ class _ForeignServer(Exception):
 
 
 class ManagedServer:
-    """Launched or attached server of an engine. Attributes without underscore are set by `up`."""
+    """Launched or attached server under engines of one or several policies. Attributes without
+    underscore are set by `up`."""
 
     api: InferenceServer
     updater: Updater
     layout: PreTrainedModel
-    """The policy's model without storage: names, shapes and dtypes of its weights."""
+    """The policies' model without storage: names, shapes and dtypes of its weights."""
     max_context: int
     vocabulary: int
     eos_ids: frozenset[int]
@@ -79,20 +82,22 @@ class ManagedServer:
     def __init__(
         self,
         server_class: type[InferenceServer],
-        engine_id: str,
-        policy: str,
-        spec: PolicySpec,
+        host_id: str,
+        specs: Mapping[str, PolicySpec],
         *,
         replica: int,
         deterministic: bool,
         devices: EngineDevices,
         routed_experts: bool = False,
     ) -> None:
+        """`specs`: of the policies that it serves, by name; they have one model, and `engine`
+        sections that are alike."""
         self._server_class = server_class
-        self._engine_id = engine_id
+        self._host_id = host_id
         self.devices = devices
-        self._policy = policy
-        self._spec = spec
+        # The first one speaks for all.
+        self._policy, self._spec = next(iter(specs.items()))
+        self._loras = {name: spec.lora for name, spec in specs.items() if spec.lora is not None}
         self._replica = replica
         self._scratch: Scratch | None = None
         self._deterministic = deterministic
@@ -113,7 +118,7 @@ class ManagedServer:
 
     @property
     def launched(self) -> bool:
-        """Whether this engine launched the server, and ends it."""
+        """Whether the server was launched here, and is ended here."""
         return not self._spec.engine.urls
 
     @property
@@ -169,7 +174,7 @@ class ManagedServer:
             self._process = None
         release_urls(self)
         if for_good:
-            self.devices.release(self._engine_id)
+            self.devices.release(self._host_id)
         if for_good and self._scratch is not None:
             await asyncio.to_thread(self._scratch.close)
             self._scratch = None
@@ -231,7 +236,7 @@ class ManagedServer:
             source = str(directory)
         port = free_port()
         self._name = f"troupe-{secrets.token_hex(6)}"
-        devices = self.devices.assign(self._engine_id, self._policy, spec.engine.tensor_parallel)
+        devices = self.devices.assign(self._host_id, self._policy, spec.engine.tensor_parallel)
         seen = find_devices() if devices is None else devices
         self._visible = {one.uuid for one in seen}
         launch = Launch(
@@ -240,7 +245,7 @@ class ManagedServer:
             port,
             self.max_context,
             name=self._name,
-            targets=self._targets,
+            adapters=self.adapter_needs,
             replica=self._replica,
             deterministic=self._deterministic,
             memory=bool(spec.colocate and devices),
@@ -315,20 +320,35 @@ class ManagedServer:
                 port = urlsplit(self.api.url).port
                 raise _ForeignServer(f"port {port} is held by another server, '{name}'")
 
+    def _targets(self, lora: LoraSpec) -> set[str]:
+        """Return the last parts of the names of the layers that an adapter changes."""
+        layers, _ = linear_layers(self.layout, lora.target_modules)
+        return {name.rpartition(".")[2] for name in layers}
+
     @property
-    def _targets(self) -> list[str]:
-        """Last parts of the names of the layers that the policy's adapter changes; empty without
-        one."""
-        if self._spec.lora is None:
-            return []
-        layers, _ = linear_layers(self.layout, self._spec.lora.target_modules)
-        return sorted({name.rpartition(".")[2] for name in layers})
+    def adapter_needs(self) -> AdapterNeeds | None:
+        """Adapters of the policies; None if none trains one."""
+        if not self._loras:
+            return None
+        modules = {part for lora in self._loras.values() for part in self._targets(lora)}
+        rank = max(lora.rank for lora in self._loras.values())
+        return AdapterNeeds(rank, sorted(modules), len(self._loras))
 
     @property
     def adapter_arguments(self) -> str:
-        """Arguments that a server of the policy's adapters is started with."""
-        assert self._spec.lora is not None
-        return " ".join(self._server_class.adapter_arguments(self._spec.lora, self._targets))
+        """Arguments that a server of the policies' adapters is started with."""
+        needs = self.adapter_needs
+        assert needs is not None
+        return " ".join(self._server_class.adapter_arguments(needs))
+
+    @property
+    def adapter_slots(self) -> int | None:
+        """How many adapters the server may hold; None: any number."""
+        limits = self.described.adapters
+        if limits is None or limits.slots is None:
+            return None
+        # Of one policy, a new version is loaded while the former one serves.
+        return max(limits.slots, len(self._loras) + 1)
 
     async def _inspect(self, config: PretrainedConfig) -> None:
         """Read what the server can do, and check that it serves the policy's model."""
@@ -393,26 +413,41 @@ class ManagedServer:
         )
 
     def _check_adapters(self, described: ServerDescription) -> None:
-        """Raise `EngineStartFailed` unless the server was started for this policy's adapters."""
-        spec, limits = self._spec, described.adapters
-        if spec.lora is None:
+        """Raise `EngineStartFailed` unless the server was started for the policies' adapters."""
+        remedy = f"Start it with {self.adapter_arguments}." if self._loras else ""
+        for policy, lora in self._loras.items():
+            if problem := self._lacks(described.adapters, lora):
+                raise self._unfit(policy, problem, remedy)
+        if not self._loras:
             return
-        problem = ""
+        policy = next(iter(self._loras))
+        if not described.takes_adapters:
+            option = self.api.options["adapters"]
+            raise self._unfit(policy, "it loads none while it runs", f"Start it with {option}.")
+        slots = described.adapters.slots if described.adapters is not None else None
+        # One each, and one more to bring a policy to its next version.
+        if slots is not None and slots <= len(self._loras) > 1:
+            option = self.api.options["slots"]
+            problem = f"it holds {slots} adapters, {len(self._loras)} policies share it"
+            raise self._unfit(policy, problem, f"{remedy} Too small is {option}.")
+
+    def _lacks(self, limits: AdapterLimits | None, lora: LoraSpec) -> str:
+        """Return why a server cannot serve an adapter; empty if it can."""
         if limits is None:
-            problem = "it was started without LoRA"
-        elif limits.rank is not None and limits.rank < spec.lora.rank:
-            problem = f"it takes adapters up to rank {limits.rank}, the policy's have "
-            problem += str(spec.lora.rank)
-        elif limits.modules:
-            lacking = sorted(set(self._targets) - set(limits.modules))
-            problem = f"it adapts no {', '.join(lacking)}" if lacking else ""
-        if problem:
-            raise EngineStartFailed(
-                f"the policy trains an adapter, and the server cannot serve it: {problem}",
-                field=f"policies.{self._policy}.engine.{'urls' if spec.engine.urls else 'launch'}",
-                value=", ".join(spec.engine.urls or spec.engine.launch) or None,
-                remedy=f"Start it with {self.adapter_arguments}.",
-            )
+            return "it was started without LoRA"
+        if limits.rank is not None and limits.rank < lora.rank:
+            return f"it takes adapters up to rank {limits.rank}, the policy's have {lora.rank}"
+        lacking = sorted(self._targets(lora) - set(limits.modules)) if limits.modules else []
+        return f"it adapts no {', '.join(lacking)}" if lacking else ""
+
+    def _unfit(self, policy: str, problem: str, remedy: str) -> EngineStartFailed:
+        engine = self._spec.engine
+        return EngineStartFailed(
+            f"the policy trains an adapter, and the server cannot serve it: {problem}",
+            field=f"policies.{policy}.engine.{'urls' if engine.urls else 'launch'}",
+            value=", ".join(engine.urls or engine.launch) or None,
+            remedy=remedy,
+        )
 
 
 class Health:

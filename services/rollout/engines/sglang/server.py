@@ -18,6 +18,7 @@ from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from services.rollout.engines.servers.http import CONTROL_SECONDS, HttpServer, Json, seconds_for
 from services.rollout.engines.servers.interface import (
     AdapterLimits,
+    AdapterNeeds,
     Launch,
     LaunchFeature,
     RunningTurns,
@@ -36,7 +37,6 @@ from services.rollout.engines.sglang.replies import (
 )
 from services.rollout.engines.turns import EngineTurn
 from troupe.checkpoints.adapters import AdapterContent
-from troupe.job import LoraSpec
 from troupe.mixtures import RoutingShape
 from troupe.transfer.formats import sglang as encoding
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -51,8 +51,6 @@ _GRAPHS_BY_PHASE: Final = (0, 5, 14)
 _GRAPHS: Final = "cuda_graph"
 # Experts that tokens were sent to are kept, for turns that ask for them.
 ROUTED_EXPERTS: Final = "--enable-return-routed-experts"
-# Adapters of one batch: the served version, former ones whose turns still run, none (the base).
-_PER_BATCH: Final = 4
 # `/health_generate` waits a second before it looks. Shorter than the timeout of callers of `check`,
 # so that a missed probe is counted.
 HEALTH_SECONDS: Final = 15.0
@@ -81,6 +79,8 @@ class SglangServer(HttpServer):
         "deterministic": f"{DETERMINISTIC} (releases from 0.5.3)",
         "routed_experts": f"{ROUTED_EXPERTS} (releases that have it)",
         "memory": "--enable-memory-saver",
+        "adapters": "a release that has /load_lora_adapter_from_tensors",
+        "slots": "--max-loras-per-batch (and --max-loaded-loras)",
     }
     name_option: ClassVar[str] = "--served-model-name"
     bucket_format: ClassVar[str] = "sglang"
@@ -99,7 +99,6 @@ class SglangServer(HttpServer):
         tokenizer: token ids travel end to end.
         """
         engine, model = launch.spec.engine, launch.spec.language_model
-        lora = launch.spec.lora
         return [
             launch.interpreter,
             "-m",
@@ -119,7 +118,7 @@ class SglangServer(HttpServer):
             *([DETERMINISTIC] if launch.deterministic else []),
             *(["--enable-memory-saver"] if launch.memory else []),
             *([ROUTED_EXPERTS] if launch.routed_experts else []),
-            *([] if lora is None else cls.adapter_arguments(lora, launch.targets)),
+            *([] if launch.adapters is None else cls.adapter_arguments(launch.adapters)),
             *launch.extra_arguments,
         ]
 
@@ -146,13 +145,13 @@ class SglangServer(HttpServer):
         return launch.memory and launch.gpu and launch.release >= _GRAPHS_BY_PHASE
 
     @classmethod
-    def adapter_arguments(cls, lora: LoraSpec, targets: Sequence[str]) -> list[str]:
-        """See `InferenceServer.adapter_arguments`."""
+    def adapter_arguments(cls, needs: AdapterNeeds) -> list[str]:
+        """See `InferenceServer.adapter_arguments`. The base has a place of a batch, too."""
         return [
             "--enable-lora",
-            *("--max-lora-rank", str(lora.rank)),
-            *("--lora-target-modules", *targets),
-            *("--max-loras-per-batch", str(_PER_BATCH)),
+            *("--max-lora-rank", str(needs.rank)),
+            *("--lora-target-modules", *needs.modules),
+            *("--max-loras-per-batch", str(needs.per_batch)),
         ]
 
     async def describe(self) -> ServerDescription:
@@ -534,4 +533,12 @@ def _adapter_limits(info: Mapping[str, Any]) -> AdapterLimits | None:
     if not info.get("enable_lora"):
         return None
     rank, modules = info.get("max_lora_rank"), info.get("lora_target_modules") or ()
-    return AdapterLimits(None if rank is None else int(rank), () if "all" in modules else modules)
+    batch, loaded = info.get("max_loras_per_batch"), info.get("max_loaded_loras")
+    # One of a batch is none, the base. Of loaded ones beyond a limit it drops the oldest.
+    slots = [int(batch) - 1] if batch is not None else []
+    slots += [int(loaded)] if loaded is not None else []
+    return AdapterLimits(
+        None if rank is None else int(rank),
+        () if "all" in modules else modules,
+        min(slots, default=None),
+    )

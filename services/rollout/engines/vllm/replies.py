@@ -100,7 +100,9 @@ def description_of(
 
 
 def _limits(lora: Mapping[str, Any]) -> AdapterLimits:
-    return AdapterLimits(int(lora["max_lora_rank"]), lora.get("target_modules") or ())
+    return AdapterLimits(
+        int(lora["max_lora_rank"]), lora.get("target_modules") or (), int(lora["max_loras"])
+    )
 
 
 def load_of(metrics: str) -> ServerLoad:

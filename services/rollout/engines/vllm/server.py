@@ -15,6 +15,7 @@ import orjson
 from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from services.rollout.engines.servers.http import CONTROL_SECONDS, HttpServer, Json, seconds_for
 from services.rollout.engines.servers.interface import (
+    AdapterNeeds,
     Launch,
     LaunchFeature,
     RunningTurns,
@@ -34,22 +35,19 @@ from services.rollout.engines.vllm.replies import (
 )
 from troupe.checkpoints.adapters import AdapterContent
 from troupe.disks import Scratch
-from troupe.job import LoraSpec
 from troupe.mixtures import RoutingShape
 from troupe.workflow.token_ids import TokenIds
 
 # For the one token of `probe`; a busy server answers a little later.
 PROBE_SECONDS: Final = 10.0
 ROUTED_EXPERTS: Final = "--enable-return-routed-experts"
+# Without it a server has no calls that load and unload adapters.
+RUNTIME_ADAPTERS: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _GENERATE: Final = "/inference/v1/generate"
 # `/abort_requests` wants the id that the engine knows.
 _KEY: Final = "generate-tokens-{}"
 # Ranks of adapters that servers can be started for.
 _RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Adapters of one batch: the served version, former ones whose turns still run. One more is kept in
-# host memory while it is loaded.
-_PER_BATCH: Final = 4
-_HELD: Final = 2 * _PER_BATCH
 _INT63: Final = (1 << 63) - 1
 # Odd: turns that go on draw by other seeds than they began with.
 _SEED_STEP: Final = 0x5851F42D4C957F2D
@@ -70,6 +68,8 @@ class VllmServer(HttpServer):
         "deterministic": "VLLM_BATCH_INVARIANT=1 in its environment",
         "routed_experts": ROUTED_EXPERTS,
         "memory": "--enable-sleep-mode",
+        "adapters": f"{RUNTIME_ADAPTERS}=1 in its environment",
+        "slots": "--max-loras",
     }
     name_option: ClassVar[str] = "--served-model-name"
 
@@ -90,7 +90,6 @@ class VllmServer(HttpServer):
     def command(cls, launch: Launch) -> list[str]:
         """See `InferenceServer.command`."""
         engine, model = launch.spec.engine, launch.spec.language_model
-        lora = launch.spec.lora
         return [
             launch.interpreter,
             *("-m", "vllm.entrypoints.cli.main", "serve", launch.source),
@@ -115,7 +114,7 @@ class VllmServer(HttpServer):
             *([cls.name_option, launch.name] if launch.name else []),
             *(["--enable-sleep-mode"] if launch.memory else []),
             *([ROUTED_EXPERTS] if launch.routed_experts else []),
-            *([] if lora is None else cls.adapter_arguments(lora, launch.targets)),
+            *([] if launch.adapters is None else cls.adapter_arguments(launch.adapters)),
             *launch.extra_arguments,
         ]
 
@@ -126,22 +125,23 @@ class VllmServer(HttpServer):
         return {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            **({} if launch.spec.lora is None else {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}),
+            **({} if launch.adapters is None else {RUNTIME_ADAPTERS: "1"}),
             **({"VLLM_BATCH_INVARIANT": "1"} if launch.deterministic else {}),
             # Else its threads are bound to the first cores, those of every other server.
             **({} if launch.gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}),
         }
 
     @classmethod
-    def adapter_arguments(cls, lora: LoraSpec, targets: Sequence[str]) -> list[str]:
-        """See `InferenceServer.adapter_arguments`."""
-        rank = next((one for one in _RANKS if one >= lora.rank), lora.rank)
+    def adapter_arguments(cls, needs: AdapterNeeds) -> list[str]:
+        """See `InferenceServer.adapter_arguments`. In host memory it keeps more, so that it reads
+        none again."""
+        rank = next((one for one in _RANKS if one >= needs.rank), needs.rank)
         return [
             "--enable-lora",
             *("--max-lora-rank", str(rank)),
-            *("--lora-target-modules", *targets),
-            *("--max-loras", str(_PER_BATCH)),
-            *("--max-cpu-loras", str(_HELD)),
+            *("--lora-target-modules", *needs.modules),
+            *("--max-loras", str(needs.per_batch)),
+            *("--max-cpu-loras", str(2 * needs.per_batch)),
         ]
 
     async def describe(self) -> ServerDescription:
