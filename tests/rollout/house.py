@@ -137,9 +137,15 @@ class House:
         """PrepareJob at version 0."""
         return await self.prepare_raw(make_spec(workflow, **changes))
 
-    async def prepare_raw(self, spec: dict[str, Any]) -> rollout_pb.PrepareJobResponse:
-        """PrepareJob of a whole specification at version 0."""
-        refs = [self.publish(policy, 0) for policy in sorted(spec["policies"])]
+    async def prepare_raw(
+        self,
+        spec: dict[str, Any],
+        publish: Callable[[str, int], common_pb.WeightsRef] | None = None,
+        seconds: float = PATIENCE,
+    ) -> rollout_pb.PrepareJobResponse:
+        """PrepareJob of a whole specification at version 0, which `publish` publishes."""
+        publish = publish or self.publish
+        refs = [publish(policy, 0) for policy in sorted(spec["policies"])]
         validated = JobSpec.model_validate(spec)
         request = rollout_pb.PrepareJobRequest(
             request_id=new_id("prepare"),
@@ -147,7 +153,7 @@ class House:
             spec_json=validated.model_dump_json(),
             weights=refs,
         )
-        return await self.rollout.PrepareJob(request, timeout=PATIENCE)  # type: ignore[no-any-return]
+        return await self.rollout.PrepareJob(request, timeout=seconds)  # type: ignore[no-any-return]
 
     async def open_step(
         self,

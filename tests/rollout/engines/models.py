@@ -62,13 +62,17 @@ def publish(
 
 
 def publish_tensors(
-    transfer: Transfer, tensors: Mapping[str, torch.Tensor], version: int, policy: str = "solver"
+    transfer: Transfer,
+    tensors: Mapping[str, torch.Tensor],
+    version: int,
+    policy: str = "solver",
+    job: str = "job",
 ) -> common_pb.WeightsRef:
     """Set `tensors` as `version` and name them."""
-    key = f"job/{policy}/weights@{version}"
+    key = f"{job}/{policy}/weights@{version}"
     manifest = transfer.set(key, tensors)
     return common_pb.WeightsRef(
-        job_id="job",
+        job_id=job,
         policy=policy,
         version=version,
         key=key,

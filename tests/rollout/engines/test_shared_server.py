@@ -16,6 +16,7 @@ from services.rollout.engines.errors import (
     UpdateFailed,
     WeightsRefused,
 )
+from services.rollout.engines.requests import ScoreRequest
 from services.rollout.engines.servers import adapters
 from services.rollout.engines.servers.host import ServerHost
 from services.rollout.engines.sglang.engine import SglangEngine
@@ -24,7 +25,7 @@ from tests.rollout.engines.models import CONFIG, publish_tensors, transfer_in
 from tests.rollout.engines.teams import BASE, RANKS, Team, team_specs
 from tests.rollout.engines.trained_adapters import LAYERS, TrainedAdapter
 from tests.support.fake_sglang import FakeSglang, serve
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 
@@ -224,6 +225,14 @@ async def test_a_server_that_was_started_anew_unnoticed_serves_nobody_before_it_
     assert {engine.state for engine in team.engines.values()} == {STALE}
     await asyncio.gather(*(team.update(name, 0) for name in ALL))
     await team.check(ALL, "and again")
+    fake.forget()
+    asked = [ScoreRequest((5, 6), (7, 8))]
+    with pytest.raises(EngineStale):
+        await team.engines[BASE].score(asked, 1.0, deadline_seconds=PATIENCE)
+    await asyncio.gather(*(team.update(name, 0) for name in ALL))
+    scored = await team.engines[BASE].score(asked, 1.0, deadline_seconds=PATIENCE)
+    wanted = team.logprobs(BASE, 0, [5, 6], [7, 8])
+    assert scored.logprobs[0] == pytest.approx(wanted, abs=2e-4)
 
 
 async def test_a_version_waits_for_a_slot_and_says_so_while_turns_of_old_ones_go_on(

@@ -56,12 +56,17 @@ class TrainedAdapter:
                 parameter.data.normal_(std=std, generator=generator)
 
     def publish(
-        self, transfer: Transfer, version: int, policy: str = "solver", **changes: Any
+        self,
+        transfer: Transfer,
+        version: int,
+        policy: str = "solver",
+        job: str = "job",
+        **changes: Any,
     ) -> common_pb.WeightsRef:
         """The base, and the adapter as `version`; `changes` are to what it says of itself."""
         named = CheckpointFormat(self.base, self.base.dtype).of(distinct_tensors(self.base))
         base = transfer.set("probe", named).checksum
-        transfer.set(base_key("job", base), named)
+        transfer.set(base_key(job, base), named)
         tensors = get_peft_model_state_dict(self.model)
         about: dict[str, Any] = {
             "base": base,
@@ -71,7 +76,7 @@ class TrainedAdapter:
             "tensors": tensors,
             **changes,
         }
-        return publish_tensors(transfer, AdapterContent(**about).to_tensors(), version, policy)
+        return publish_tensors(transfer, AdapterContent(**about).to_tensors(), version, policy, job)
 
     def logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
         """Log-probs of `response`, by PEFT's forward pass."""

@@ -598,7 +598,8 @@ class ServerEngine(ServingEngine):
                 # Tokens of weights that are not verified yet must not get out.
                 await self._settled.wait()
             elif not reply.is_over(asked_of):
-                host.doubt_base(f"{self.url} computes over weights that are not the base")
+                if updates == host.updates:  # else it has been loaded again meanwhile
+                    host.doubt_base(self._not_the_base)
                 raise EngineStale(self.engine_id, self._life.name)
             # Of a server that another worker keeps only its own word counts.
             steady = updates == host.updates and not self._followed
@@ -685,7 +686,20 @@ class ServerEngine(ServingEngine):
             return None
         if self._followed and await self._named_version() != str(version):
             return None
+        if served.version is not None and not await self._is_over(loaded):
+            host.doubt_base(self._not_the_base)
+            return None
         return [row.result() for row in rows], version
+
+    async def _is_over(self, base: int | None) -> bool:
+        """Return whether the server says that it holds the base, or says nothing."""
+        with contextlib.suppress(*SERVER_ERRORS):
+            return await self._server.api.version() in (None, str(base))
+        return False
+
+    @property
+    def _not_the_base(self) -> str:
+        return f"{self.url} holds weights that are not the base: it was started anew"
 
     async def _score_one(self, asked: ScoreRequest, served: ServedAdapter) -> list[float]:
         return await self._server.api.score(
