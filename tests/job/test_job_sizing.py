@@ -207,6 +207,31 @@ def test_activations_are_kept_where_the_step_fits_with_them(
 
 
 @pytest.mark.parametrize(
+    ("others", "lora", "checkpointed"),
+    [(0, True, False), (3, True, False), (3, False, True)],
+    ids=["alone", "adapters over one base", "of other bases"],
+)
+def test_the_base_that_adapters_share_counts_once_beside_a_step(
+    others: int, lora: bool, checkpointed: bool
+) -> None:
+    source = {"config": model_config("Qwen3-8B"), "tokenizer": "/nowhere", "dtype": "bfloat16"}
+    values = make_spec(Path("/nowhere"), model=source).model_dump(mode="json")
+    policies = values["policies"]
+    policies["solver"] |= {"lora": {"rank": 16}}
+    policies["solver"]["trainer"]["forward_tokens"] = 2048
+    policies["solver"]["engine"]["max_context"] = 1024
+    for i in range(others):
+        own = {"model": source if lora else source | {"path": "/other", "config": None}}
+        policies[f"other{i}"] = policies["solver"] | own
+        values["agents"][f"other{i}"] = {"policy": f"other{i}"}
+    spec = JobSpec.model_validate(values)
+    shape = read_shape(spec.policies["solver"].language_model)
+    assert shape is not None
+    setup = setup_of(spec, "solver", shape, device="cuda", memory=79 << 30)
+    assert setup.checkpointing is checkpointed
+
+
+@pytest.mark.parametrize(
     ("model", "gang", "hosts", "others", "shard", "replicas"),
     [
         ("Qwen3-8B", 16, 2, 0, "auto", 2),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from troupe.job.engines.sharing import same_base
 from troupe.job.hub import known_config
 from troupe.job.sections.policy import ModelSpec, PolicySpec
 from troupe.job.spec import JobSpec
@@ -230,9 +231,9 @@ def setup_of(
     auto`, `shard: auto`, and whether copies of weights are kept in bfloat16.
 
     On a device of known memory, activations are kept if the step then fits together with the states
-    of the job's other policies, assumed to be equally large; and each host of a gang over several
-    has all weights if that fits likewise. Otherwise the device's default applies, also if engines
-    share the devices, since the remaining memory is unknown.
+    of the job's other policies, assumed to be equally large except for a base that they share; and
+    each host of a gang over several has all weights if that fits likewise. Otherwise the device's
+    default applies, also if engines share the devices, since the remaining memory is unknown.
 
     `device`: its type, "cpu" or "cuda"; `memory`: its bytes, 0 if unknown; `forward_tokens`: the
     worker's setting; `ranks`: devices of the gang; default: as in the job; `hosts`: over which they
@@ -285,13 +286,16 @@ def setup_of(
         short_rows=longest <= SHORT_ROW,
         beside=SLEEPING_SERVER_BYTES if policy in spec.colocated and own.engine.is_server else 0,
     )
-    others = sum(one.model is not None for one in spec.policies.values()) - 1
+    others = [one for name, one in spec.policies.items() if name != policy and one.model]
+    # Policies that train adapters over one base share it.
+    over_base = sum(one.lora is not None and same_base(one, own) for one in others)
 
     def fits(found: TrainingSetup) -> bool:
         """Return whether the device has room for a step besides the states of other policies."""
         needed = rank_memory(shape, found)
         known = memory > 0 and not spec.pipeline.colocate
-        return known and needed.total + others * needed.state <= _ROOM * memory
+        added = len(others) * needed.state - over_base * needed.base
+        return known and needed.total + added <= _ROOM * memory
 
     if wish == "auto" and setup.checkpointing and fits(kept := replace(setup, checkpointing=False)):
         setup = kept

@@ -118,11 +118,9 @@ class JobRates:
         )
 
     def loads_beside(self, name: str) -> bool:
-        """Return whether a policy's engines load new versions while they serve: adapters, except
-        where an embedded engine of one policy merges them into its base."""
-        policy = self.spec.policies[name]
-        shared = len(self.members[name]) > 1
-        return shared or (policy.lora is not None and policy.engine.is_server)
+        """Return whether the versions that a policy's engines load are adapters, which are loaded
+        beside those in use."""
+        return any(self.spec.policies[one].lora is not None for one in self.members[name])
 
     def _adapter(self, name: str) -> int:
         return adapter_parameters(self.spec.policies[name], self.shapes[name])

@@ -61,6 +61,13 @@ def shared_policies(spec: JobFields) -> frozenset[str]:
     return frozenset(name for group in engine_groups(spec) for name in group.policies)
 
 
+def same_base(one: PolicySpec, other: PolicySpec) -> bool:
+    """Return whether the adapters of two policies are over the same frozen weights, as far as the
+    job tells."""
+    ours, theirs = one.language_model, other.language_model
+    return all(getattr(ours, part) == getattr(theirs, part) for part in _BASE)
+
+
 def followers(spec: JobFields) -> dict[str, str]:
     """Return, by policy, the first of its group, for all others of groups: engines of these are
     counted once, with the first."""
