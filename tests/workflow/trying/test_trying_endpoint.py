@@ -101,17 +101,20 @@ async def test_without_its_libraries_an_endpoint_says_what_to_install(
     assert caught.value.kind == "no_endpoint"
 
 
-def test_the_command_tries_an_existing_agent(
+def test_the_command_tries_an_existing_agent_with_one_client_for_all_trajectories(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tried_agent.py"
     file.write_text(
-        "from openai import AsyncOpenAI\n"
+        # Its connections belong to the event loop of the first trajectory.
+        "from openai import AsyncOpenAI, DefaultAsyncHttpxClient\n"
+        "HTTP = DefaultAsyncHttpxClient()\n"
         "async def workflow(query, agents, tools):\n"
         "    endpoint = agents['solver'].endpoint()\n"
-        "    async with AsyncOpenAI(base_url=endpoint.base_url, api_key='x') as client:\n"
-        "        said = await client.chat.completions.create(\n"
-        "            model='m', messages=[{'role': 'user', 'content': query['question']}])\n"
+        "    client = AsyncOpenAI(\n"
+        "        base_url=endpoint.base_url, api_key='x', http_client=HTTP, max_retries=0)\n"
+        "    said = await client.chat.completions.create(\n"
+        "        model='m', messages=[{'role': 'user', 'content': query['question']}])\n"
         "    return {'solver': float(said.choices[0].message.content == '7')}\n"
     )
     script = tmp_path / "script.yaml"

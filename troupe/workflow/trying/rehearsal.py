@@ -11,7 +11,7 @@ import threading
 import traceback
 from bdb import BdbQuit
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -74,13 +74,19 @@ class Rehearsal:
     def run(self) -> Iterator[Rehearsed]:
         """Yield trajectories as they end. Blocking; in the main thread, interrupt a workflow that
         blocks the event loop. Breakpoints work; `q` in their debugger raises KeyboardInterrupt."""
-        for query in self.queries:
-            for number in range(self.group_size):
-                with interruptible(), debuggable():
-                    one = self._one(Query(query.id, query.split, query.index, query.data), number)
-                yield one
+        loop = _Loop()
+        try:
+            for query in self.queries:
+                for number in range(self.group_size):
+                    fresh = Query(query.id, query.split, query.index, query.data)
+                    with interruptible(), debuggable():
+                        one = self._one(loop, fresh, number)
+                    yield one
+        finally:
+            with interruptible(), contextlib.suppress(_Blocked), _interrupting(_GRACE_SECONDS):
+                loop.close()
 
-    def _one(self, query: Query, number: int) -> Rehearsed:
+    def _one(self, loop: _Loop, query: Query, number: int) -> Rehearsed:
         setting = self.setting
         trial = Trial(
             setting.workflow,
@@ -104,7 +110,7 @@ class Rehearsal:
         played, failure = None, None
         try:
             with _interrupting(self.seconds + _GRACE_SECONDS):
-                played = asyncio.run(self._played(trial))
+                played = loop.run(self._played(trial))
         except Interruption as error:
             if not isinstance(error, _Blocked):
                 raise
@@ -119,7 +125,7 @@ class Rehearsal:
         try:
             return await trial.run()
         finally:
-            # The event loop ends here, so the processes of environments must end, too.
+            # The processes of environments belong to one trajectory.
             close = getattr(self.setting.workflow, "close", None)
             if inspect.iscoroutinefunction(close):
                 await await_contained(close())
@@ -163,6 +169,31 @@ def _own_traceback(error: BaseException) -> str:
         if not frame.filename.startswith((_OURS, _STDLIB, "<frozen"))
     ]
     return "".join(traceback.format_list(frames)).rstrip()
+
+
+class _Loop:
+    """The event loop of all trajectories, as in a job: a workflow may keep a client in a variable
+    of its module. A trajectory that was interrupted leaves the next ones a new loop."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+
+    def run(self, work: Coroutine[Any, Any, Played]) -> Played:
+        """Return the result of `work`; raise what it raises, and `Interruption`."""
+        try:
+            return self._runner.run(work)
+        except Exception:
+            raise
+        except BaseException:
+            try:
+                self.close()
+            finally:
+                self._runner = asyncio.Runner()
+            raise
+
+    def close(self) -> None:
+        """Cancel what is left, and close the loop."""
+        self._runner.close()
 
 
 class _Blocked(Interruption):
