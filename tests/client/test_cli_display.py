@@ -88,7 +88,7 @@ def test_the_plain_display_tells_every_event_but_activities(job: Job) -> None:
         "step 1/10 | reward solver 0.250 | solver v0 loss - grad - | checker v0 loss - grad - | "
         "1,234 tok/s | eta -",
         "warning: a worker was lost",
-        "job mine is failed: f = 1: it broke.",
+        "job mine has failed: f = 1: it broke.",
     ]
 
 

@@ -14,12 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.client.conftest import JOB_YAML, Run, Stage
 from tests.support.fake_orchestrator import S
 from tests.support.waiting import PATIENCE
 from troupe.client import Client
 from troupe.client.cli.jobs.results import ServiceLogs
+from troupe.client.cli.options import make_table
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
@@ -172,7 +174,7 @@ def test_followed_logs_go_on_until_the_job_ends(run: Run, cluster: Stage) -> Non
     status, out, err = run("jobs", "logs", "mine", "--follow")
     assert (status, err) == (0, "")
     assert out.count("nearly there") == 1
-    assert out.splitlines()[-1].endswith("the job is succeeded")
+    assert out.splitlines()[-1].endswith("the job has succeeded")
 
 
 def test_the_log_of_a_service_is_read_once_also_when_it_is_cut(tmp_path: Path) -> None:
@@ -250,3 +252,12 @@ def test_completion_without_a_cluster_is_silent_and_quick() -> None:
     # Nothing listens there: it neither waits for retries nor prints an error.
     gone = {"TROUPE_ORCHESTRATOR_ADDRESS": "127.0.0.1:9"}
     assert completions("jobs", "show", "mi", **gone) == ([], "")
+
+
+def test_a_narrow_terminal_shortens_no_id_that_users_copy() -> None:
+    table = make_table(("job", "state", "mode", "tags"), ("step", "reward"))
+    job_id = "instruction-following-1a2b3c4d"
+    table.add_row(job_id, "succeeded", "micro_batch", "baseline of the paper", "200/200", "0.125")
+    text = io.StringIO()
+    Console(file=text, width=60).print(table)
+    assert job_id in text.getvalue()

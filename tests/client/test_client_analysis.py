@@ -132,12 +132,20 @@ METRICS = MetricsLogged(AT, 3, {"loss": 0.5, "reward/mean": 0.25, **{f"m{i}": i 
         (StateChanged(AT, JobState.RUNNING), "the job is running"),
         (
             StateChanged(AT, JobState.FAILED, TroupeError("no\nmemory", remedy="Add some.")),
-            "the job is failed: no memory. Add some.",
+            "the job has failed: no memory. Add some.",
         ),
         (METRICS, "step 3: reward/mean=0.25 m0=0 m1=1 m2=2 m3=3 m4=4 and 5 more"),
         (Notice(AT, "warning", "a worker\nis lost"), "warning: a worker is lost"),
         (Activity(AT, "rollout", 3, 20, 8, 32), "step 3 of 20: rollout (8 of 32)"),
         (Activity(AT, "start", 0, 20, 0, 0), "step 0 of 20: start"),
+        (
+            Activity(AT, "evaluating: 3 of 8 questions", 0, 20, 3, 8),
+            "step 0 of 20: evaluating: 3 of 8 questions",
+        ),
+        (
+            Activity(AT, "step 3/20: 8 of 32 trajectories", 3, 20, 8, 32),
+            "step 3/20: 8 of 32 trajectories",
+        ),
     ],
 )
 def test_an_event_prints_as_one_line(event: Event, text: str) -> None:

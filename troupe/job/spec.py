@@ -561,8 +561,10 @@ class JobSpec(JobFields):
         """A line for people: `2 agents, trains checker, solver, 12 steps`, and which policies share
         engines."""
         trained = ", ".join(self.trained_policies)
-        text = f"{len(self.agents)} agents, trains {trained}, {self.pipeline.steps} steps"
-        return ", ".join([text, *map(str, engine_groups(self))])
+        agents = "1 agent" if len(self.agents) == 1 else f"{len(self.agents)} agents"
+        steps = "1 step" if self.pipeline.steps == 1 else f"{self.pipeline.steps} steps"
+        groups = map(str, engine_groups(self))
+        return ", ".join([agents, f"trains {trained}", steps, *groups])
 
     @property
     def _dangling(self) -> bool:

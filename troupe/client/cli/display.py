@@ -369,7 +369,7 @@ class PlainDisplay:
         match event:
             case StateChanged():
                 why = f": {event.problem}" if event.problem else ""
-                self.say(f"job {progress.job_id} is {event.state}{why}")
+                self.say(f"job {progress.job_id} {event.state.clause}{why}")
             case Notice():
                 self.say(f"{event.severity}: {event.text}")
             case MetricsLogged() if is_step(event):

@@ -49,6 +49,8 @@ _RETRY = RetryPolicy(max_attempts=7)
 # The shell waits for completions; jobs that it is offered at most.
 _COMPLETION_SECONDS = 1.0
 _COMPLETED = 200
+# Columns whose values the next command takes.
+_COPIED = ("job", "trajectory", "policy", "function")
 # Characters shown of a long message.
 _SHOWN = 600
 _BARS = "▁▂▃▄▅▆▇█"
@@ -290,7 +292,8 @@ def make_table(left: Sequence[str] = (), right: Sequence[str] = (), title: str =
         box=box.SIMPLE_HEAD, pad_edge=False, title=escape(title) or None, title_justify="left"
     )
     for column in left:
-        table.add_column(column)
+        # A narrow terminal shortens other columns: users copy these into the next command.
+        table.add_column(column, no_wrap=column in _COPIED)
     for column in right:
         table.add_column(column, justify="right")
     return table

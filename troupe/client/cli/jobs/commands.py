@@ -464,4 +464,4 @@ def job_values(job: Job) -> dict[str, Any]:
 
 
 def _print_state(job: Job) -> None:
-    Console().print(f"{job.id} is {job.state}", highlight=False)
+    Console().print(f"{job.id} {job.state.clause}", highlight=False)
