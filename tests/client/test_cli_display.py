@@ -139,7 +139,7 @@ def test_a_line_of_an_evaluation_has_intervals_in_brackets(job: Job) -> None:
     progress.apply(event)
     PlainDisplay(stream).show(progress, event)
     assert stream.getvalue().strip() == (
-        "evaluation after 20 steps | low 2.000 team 0.500 [0.410, 0.591] "
+        "evaluation after step 20 | low 2.000 team 0.500 [0.410, 0.591] "
         "math/pass@1 0.250 [0.200, 0.300]"
     )
 

@@ -121,7 +121,7 @@ def test_a_job_from_file_to_summary(project: Project) -> None:
     status, out, err = project.run("train", "job.yaml", "--set", "pipeline.steps=2")
 
     assert (status, err) == (0, "")
-    assert re.search(r"^evaluation after 0 steps \| team 0\.250$", out, re.M)
+    assert re.search(r"^evaluation before step 1 \| team 0\.250$", out, re.M)
     assert re.search(
         r"^step 1/2 \| reward solver 0\.500 checker 0\.250 team 0\.500 \| "
         r"solver v1 loss 0\.100 grad 1\.50 \| checker v0 loss - grad - \| "

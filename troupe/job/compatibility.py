@@ -89,9 +89,9 @@ def _policies(spec: JobSpec) -> Iterator[str]:
             )
         if policy.optimizer.warmup_steps >= spec.pipeline.steps > 0:
             yield (
-                f"{field}.optimizer.warmup_steps = {policy.optimizer.warmup_steps}: the job has "
-                f"{spec.pipeline.steps} steps, so that the learning rate rises to its end; lower "
-                "it, or raise pipeline.steps"
+                f"{field}.optimizer.warmup_steps = {policy.optimizer.warmup_steps}: the learning "
+                f"rate rises until the job's last step, {spec.pipeline.steps}; lower it, or raise "
+                "pipeline.steps"
             )
 
 

@@ -379,7 +379,8 @@ class PlainDisplay:
                     f"{name} {with_interval(event.values[metric], bounds_in(event.values, metric))}"
                     for name, metric in _scores_among(event.values)
                 )
-                self.say(f"evaluation after {event.step} steps | {scores}")
+                when = f"after step {event.step}" if event.step else "before step 1"
+                self.say(f"evaluation {when} | {scores}")
 
     def _step_line(self, progress: Progress) -> str:
         parts = [f"step {progress.step}/{progress.total_steps}"]
@@ -501,7 +502,7 @@ def print_conversations(console: Console, pairs: Sequence[tuple[Trajectory, Traj
             title=Text(shortened(asked), style="bold"), title_justify="left", box=box.SIMPLE_HEAD
         )
         for one in (before, after):
-            table.add_column(f"after {one.step} steps" if one.step else "before", ratio=1)
+            table.add_column(f"after step {one.step}" if one.step else "before", ratio=1)
         table.add_row(_conversation(before), _conversation(after))
         console.print(table)
 
