@@ -383,8 +383,8 @@ class SlotAllocator:
                 slot.of_former = True
             else:
                 slot.read = 0
-        # Free slots hold nothing now. Those with memory are used again before others get some:
-        # the first ones, which running turns are moved to.
+        # Free slots hold nothing now. Use the first ones again, which have memory since running
+        # turns are moved to them, before others get memory, too.
         self._free = OrderedDict.fromkeys(sorted(self._free, key=lambda slot: slot.index))
         return [slot.turn for slot in self.busy.values() if slot.turn is not None]
 

@@ -467,7 +467,6 @@ def check(
     # Imports numpy and the environment's own packages, which other commands do not need.
     from troupe.workflow.environments.conformance import check as conform
     from troupe.workflow.environments.host import open_environment
-    from troupe.workflow.errors import EntrypointError, WorkflowError
     from troupe.workflow.loading import add_working_directory
 
     add_working_directory()
