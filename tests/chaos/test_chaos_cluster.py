@@ -127,8 +127,8 @@ async def test_a_frozen_service_stands_still_with_all_its_processes(
     cluster: DisturbedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parent = psutil.Popen(["sh", "-c", "sleep 60 & wait"])
-    while not (children := parent.children()):  # noqa: ASYNC110 - not ours
-        await asyncio.sleep(0.01)
+    await until(parent.children)
+    children = parent.children()
     life = ServiceProcess("trainer-0", parent.pid, parent.create_time())
     monkeypatch.setattr(cluster, "process_of", lambda name: life)
     fault = Freeze("trainer-0")

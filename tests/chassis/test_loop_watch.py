@@ -71,8 +71,7 @@ async def test_a_loop_that_computes_is_looked_at_more_often_than_an_idle_one(
     computing = asyncio.create_task(compute())
     await until_looked(telemetry, 5)
     computing.cancel()
-    while watch._interval < 3600.0:  # noqa: ASYNC110 - until the look that finds it idle
-        await asyncio.sleep(0.01)
+    await until(lambda: watch._interval >= 3600.0)  # the look that finds it idle
     seen = looks(telemetry)
     await asyncio.sleep(0.2)  # the next look is an hour away
     assert looks(telemetry) == seen

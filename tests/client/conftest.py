@@ -6,29 +6,21 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.client.project import JOB_YAML, Project
 from tests.support.fake_orchestrator import FakeOrchestrator, S, serve
 from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, Client
 from troupe.client.cli.app import main
+from troupe.cluster.daemon import stop_running
+from troupe.cluster.state import running_state
 from troupe.rpc import ClientSettings, RetryPolicy
 
 Run = Callable[..., tuple[int, str, str]]
-JOB_YAML = """
-name: team
-workflow: "team:solve"
-tasks: {source: "tasks:Tasks"}
-agents:
-  solver: {policy: solver}
-  checker: {policy: checker}
-policies:
-  solver: {model: {path: /models/solver}}
-  checker: {model: {path: /models/checker}}
-pipeline: {steps: 3, queries_per_step: 4}
-"""
 
 QUICK = ClientSettings(deadline_seconds=PATIENCE, retry=RetryPolicy(initial_backoff=0.01, seed=1))
 
@@ -129,3 +121,12 @@ def cluster(stage: Stage, job_yaml: str, monkeypatch: pytest.MonkeyPatch) -> Sta
     stage.do(stage.fake.move("mine", S.JOB_STATE_STARTING, S.JOB_STATE_RUNNING))
     stage.do(stage.fake.step("mine", 1, reward__mean=0.5, reward__solver__mean=0.5))
     return stage
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    """A user's directory, whose cluster is stopped at the end."""
+    project = Project(tmp_path / "project")
+    yield project
+    if running_state(project.runs):
+        stop_running(project.runs)

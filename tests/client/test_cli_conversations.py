@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.conftest import JOB_YAML, Run, Stage
+from tests.client.conftest import Run, Stage
+from tests.client.project import JOB_YAML
 from troupe.contracts.conversations import CONVERSATIONS, ConversationLog, Kept
 from troupe.v1 import common_pb2 as common_pb
 

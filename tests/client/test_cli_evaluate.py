@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.client.conftest import JOB_YAML, Run
+from tests.client.conftest import Run
+from tests.client.project import JOB_YAML
 from troupe.checkpoints.verifying import Lineage
 from troupe.client.cli.jobs.evaluate import found_checkpoints, only_evaluated
 from troupe.job.loading import job_of

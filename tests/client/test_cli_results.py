@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.client.conftest import JOB_YAML, Run, Stage
+from tests.client.conftest import Run, Stage
+from tests.client.project import JOB_YAML
 from tests.support.fake_orchestrator import S
 from tests.support.waiting import PATIENCE
 from troupe.client import Client

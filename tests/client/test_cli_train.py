@@ -7,75 +7,19 @@ import os
 import pty
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.client.conftest import JOB_YAML
-from tests.support.stub_services import write_stub_services
+from tests.client.project import Project, read_until
 from tests.support.waiting import PATIENCE
 from troupe.client.cli.app import main
 from troupe.cluster.daemon import stop_running
-from troupe.cluster.state import ClusterState, is_alive, read_state, running_state
+from troupe.cluster.state import ClusterState, running_state
 
 Capture = pytest.CaptureFixture[str]
 Run = Callable[..., tuple[int, str, str]]
-# On a busy machine a start takes long.
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Project:
-    """A user's directory with a job file; runs commands in it."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir()
-        self.directory = directory
-        self.runs = directory / "runs"
-        write_stub_services(directory, playing=True)
-        (directory / "job.yaml").write_text(JOB_YAML)
-        self.environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("TROUPE_")},
-            "PYTHONPATH": str(ROOT),
-            "COLUMNS": "100",
-        }
-
-    def start(self, *arguments: str, **settings: object) -> subprocess.Popen[str]:
-        settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **settings}
-        return subprocess.Popen(
-            [sys.executable, "-m", "troupe.client.cli", *arguments],
-            cwd=self.directory,
-            env=self.environment,
-            text=True,
-            **settings,  # type: ignore[call-overload]
-        )
-
-    def run(self, *arguments: str) -> tuple[int, str, str]:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=PATIENCE)
-        return process.returncode, out, err
-
-    def rename_job(self, name: str) -> None:
-        """The playing orchestrator treats "doomed" and "deaf" jobs specially."""
-        (self.directory / "job.yaml").write_text(JOB_YAML.replace("name: team", f"name: {name}"))
-
-    def gone(self) -> bool:
-        """Whether nothing of the last cluster is left."""
-        state = read_state(self.runs)
-        assert state is not None
-        left = any(is_alive(s.pid, s.created) for s in state.services)
-        return running_state(self.runs) is None and not left
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    project = Project(tmp_path / "project")
-    yield project
-    if running_state(project.runs):
-        stop_running(project.runs)
 
 
 @pytest.fixture(scope="module")
@@ -101,20 +45,6 @@ def run_here(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Run:
         return status, *capsys.readouterr()
 
     return run
-
-
-def read_until(process: subprocess.Popen[str], pattern: str) -> str:
-    """Lines of stdout up to the first that matches."""
-    assert process.stdout is not None
-    seen = ""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        line = process.stdout.readline()
-        seen += line
-        if re.search(pattern, line):
-            return seen
-        assert line, f"ended before {pattern!r}:\n{seen}"
-    raise AssertionError(f"no line {pattern!r} within {PATIENCE} s:\n{seen}")
 
 
 def test_a_job_from_file_to_summary(project: Project) -> None:

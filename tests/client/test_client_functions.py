@@ -7,7 +7,6 @@ import asyncio
 import json
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from tests.client.conftest import QUICK, Run
 from tests.rollout.processes import ServiceProcess
 from tests.support.cluster import job_yaml
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, block_until, until
 from troupe.client import (
     Client,
     Function,
@@ -158,8 +157,7 @@ def test_a_call_can_be_cancelled_by_its_id(client: Client, deployed: list[Functi
 
     caller = threading.Thread(target=call)
     caller.start()
-    while not client.functions.cancel("long"):
-        time.sleep(0.02)
+    block_until(lambda: client.functions.cancel("long"))
     caller.join(PATIENCE)
     assert failed[0].kind == "cancelled"
 
@@ -201,9 +199,7 @@ async def test_a_service_that_restarted_is_told_without_being_asked(
         listed = await stub.ListFunctions(reward_pb.ListFunctionsRequest())
         return any(one.function.name == "exact" for one in listed.functions)
 
-    async with asyncio.timeout(PATIENCE):
-        while not await told():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(told)
     await channel.close()
 
 

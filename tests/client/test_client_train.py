@@ -5,17 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.client.test_cli_train import Project, read_until
+from tests.client.project import Project, read_until
 from tests.support.waiting import PATIENCE
 from troupe.client import Client
 from troupe.client.training import train
-from troupe.cluster.daemon import stop_running
 from troupe.cluster.state import running_state
 from troupe.rpc.errors import InvalidArgument
 
@@ -35,14 +32,6 @@ def go(name="team", steps=2, **more):
         policies={"solver": "/models/solver", "checker": "/models/checker"}, **more,
     )
 """
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    project = Project(tmp_path / "project")
-    yield project
-    if running_state(project.runs):
-        stop_running(project.runs)
 
 
 def start(project: Project, ending: str) -> subprocess.Popen[str]:

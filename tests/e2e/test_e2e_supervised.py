@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.e2e.standing import Standing, ended, stand_up, until_job
-from troupe.client import MetricsLogged
+from troupe.client import AsyncJobHandle, MetricsLogged
 from troupe.client.records.jobs import JobState
 from troupe.cluster.state import running_state
 
@@ -30,6 +30,16 @@ async def values_of(handle: Any) -> dict[int, dict[str, float]]:
         if isinstance(event, MetricsLogged):
             found.setdefault(event.step, {}).update(event.values)
     return found
+
+
+async def lose_workers(cluster: Standing, handle: AsyncJobHandle) -> None:
+    """Kill all trainers and rollout workers after the job's second step."""
+    await until_job(handle, lambda one: one.step >= 2)
+    state = running_state(cluster.data_dir)
+    assert state is not None
+    for service in state.services:
+        if service.name.startswith(("trainer", "rollout")):
+            cluster.kill(service.name)
 
 
 @pytest.mark.slow
@@ -77,12 +87,7 @@ async def test_a_job_of_demonstrations_alone_goes_on_after_its_services_die(
         job.pop(name, None)
     async with cluster.client() as client:
         handle = await client.submit(yaml.safe_dump(job))
-        await until_job(handle, lambda one: one.step >= 2)
-        state = running_state(cluster.data_dir)
-        assert state is not None
-        for service in state.services:
-            if service.name.startswith(("trainer", "rollout")):
-                cluster.kill(service.name)
+        await lose_workers(cluster, handle)
         end = await ended(handle)
         assert end.job.state == JobState.SUCCEEDED, end.job.problem
         steps = await values_of(handle)
@@ -109,12 +114,7 @@ async def test_preferences_are_learned_although_services_die_and_rl_goes_on_from
     )
     async with cluster.client() as client:
         handle = await client.submit(text)
-        await until_job(handle, lambda one: one.step >= 2)
-        state = running_state(cluster.data_dir)
-        assert state is not None
-        for service in state.services:
-            if service.name.startswith(("trainer", "rollout")):
-                cluster.kill(service.name)
+        await lose_workers(cluster, handle)
         end = await ended(handle)
         assert end.job.state == JobState.SUCCEEDED, end.job.problem
         steps = await values_of(handle)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from redis.asyncio import Redis
 
 from services.orchestrator.state.redis import INDEX, JobKeys, RedisAccess
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import until
 from troupe.contracts.conversations import CONVERSATIONS
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as common_pb
@@ -22,8 +21,7 @@ async def test_a_cancelled_job_is_forgotten(cluster: Cluster) -> None:
     await cluster.until(job_id, lambda job: job.step >= 1)
     worker.script.seconds = 1000
     running = len(worker.ran)
-    while len(worker.ran) == running:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: len(worker.ran) > running)
 
     forget = orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
     with pytest.raises(FailedPrecondition, match="Cancel it first"):

@@ -13,7 +13,7 @@ from services.reward.function import RegisteredFunction
 from services.reward.host import FunctionHost
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 from troupe.v1 import reward_pb2 as reward_pb
 
 CANCELLED = reward_pb.InvocationError.KIND_CANCELLED
@@ -53,8 +53,7 @@ async def test_in_the_moment_in_which_it_is_given_away() -> None:
     assert place.ran == 0
     # The place is as good as before.
     (later,) = runtime.submit([("later", FunctionCall("{}"))], function)
-    while not place.ran:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: place.ran)
     assert runtime.cancel("later")
     async with asyncio.timeout(PATIENCE):
         assert (await later).error.message == "while it ran"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +12,7 @@ import torch
 
 from services.trainer.learning.model import load_model
 from tests.support.training import make_rollout, make_spec, score
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 from troupe.job import JobSpec
 from troupe.rpc import DeadlineExceeded, NotFound, new_id
 from troupe.transfer import Transfer
@@ -87,10 +86,16 @@ class Trainer:
 
     async def trained(self, samples: int) -> None:
         """Wait until a running step has taken this many samples."""
-        async with asyncio.timeout(PATIENCE):
-            # Another service changes, so there is no event to wait for.
-            while not any(s.samples >= samples for s in await self.statuses()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+
+        async def so_many() -> bool:
+            return any(one.samples >= samples for one in await self.statuses())
+
+        await until(so_many)
+
+    async def accumulates(self) -> bool:
+        """Return whether a policy's step accumulates gradients."""
+        accumulating = common_pb.BINDING_STATE_ACCUMULATING
+        return any(one.state == accumulating for one in await self.statuses())
 
     async def checkpoint(self, version: int, policy: str = "solver") -> Path:
         request = trainer_pb.SaveCheckpointRequest(

@@ -173,8 +173,7 @@ async def test_a_step_ends_when_its_policy_is_bound_anew(stage: TrainingStage, o
     await stage.open()
     await trainer.bind(spec)
     running = asyncio.create_task(trainer.events(0, 0))
-    while (await trainer.statuses())[0].state != common_pb.BINDING_STATE_ACCUMULATING:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(trainer.accumulates)
     if other == "specification":
         await trainer.bind(stage.spec(optimizer={"lr": 1e-3}))
     else:

@@ -12,11 +12,10 @@ import pytest
 
 from testbed.simulated_learner import SimulatedLearner, stand_in
 from testbed.timeline import busy_within, read_spans
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 from tests.trainer.stage import TrainingStage
 from troupe.job import JobSpec
 from troupe.rpc import ResourceExhausted
-from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 # A step of 8 samples with 4 prompt and 2 response tokens: 48 tokens.
@@ -137,9 +136,8 @@ async def test_a_step_that_is_given_up_stops_waiting(stage: TrainingStage) -> No
     await fill(stage, ("solver",))
     step = asyncio.create_task(trainer.run(0, 0))
     async with asyncio.timeout(PATIENCE):
-        while (await trainer.statuses())[0].state != common_pb.BINDING_STATE_ACCUMULATING:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
+        await until(trainer.accumulates)
+        await asyncio.sleep(0.2)  # some moment of the step, which takes far longer
         await trainer.release()
         with pytest.raises(Exception, match="given up"):
             await step
@@ -174,11 +172,8 @@ async def test_while_another_computes_a_policy_comes_and_goes_at_no_cost(
     quiet = await trainer.suspend("leaves")
     await trainer.resume(spec, quiet, policy="leaves")
     running = asyncio.create_task(trainer.events(0, 0, "stays"))
-    accumulating = common_pb.BINDING_STATE_ACCUMULATING
-    async with asyncio.timeout(PATIENCE):
-        while all(s.state != accumulating for s in await trainer.statuses()):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
+    await until(trainer.accumulates)
+    await asyncio.sleep(0.2)  # some moment of the step, which takes far longer
     began = time.monotonic()
     state = await trainer.suspend("leaves")
     assert state.seconds < quiet.seconds / 5, "nobody computed then"

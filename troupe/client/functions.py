@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from troupe.client.program import ProgramJob
-from troupe.client.records.functions import (
-    Function,
-    Invocation,
-    InvocationProgress,
-    LogLine,
-)
+from troupe.client.records.functions import Function, Invocation, InvocationProgress, LogLine
 from troupe.contracts import kinds
 from troupe.functions.costs import to_spec
 from troupe.functions.describing import DescribeError, described

@@ -26,10 +26,7 @@ from troupe.client.comparison import Comparison
 from troupe.client.conversion import numbers_by_word
 from troupe.client.functions import with_code
 from troupe.client.program import ProgramJob, job_of_program
-from troupe.client.records.events import (
-    Event,
-    event_of,
-)
+from troupe.client.records.events import Event, event_of
 from troupe.client.records.jobs import (
     Checkpoint,
     Generation,
@@ -40,21 +37,11 @@ from troupe.client.records.jobs import (
     Version,
 )
 from troupe.client.records.populations import Match, Population
-from troupe.client.records.samples import (
-    Audit,
-    Sample,
-    Tables,
-)
+from troupe.client.records.samples import Audit, Sample, Tables
 from troupe.job import JobSpec
 from troupe.job.loading import job_of, load_text, read_mapping, with_overrides
 from troupe.job.spec import policy_of
-from troupe.rpc.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    InvalidArgument,
-    NotFound,
-    TroupeError,
-)
+from troupe.rpc.errors import DataLoss, DeadlineExceeded, InvalidArgument, NotFound, TroupeError
 from troupe.rpc.ids import new_id
 from troupe.rpc.retry import RetryPolicy
 from troupe.rpc.settings import ClientSettings

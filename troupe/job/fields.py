@@ -9,18 +9,8 @@ from functools import cached_property
 
 from pydantic import Field
 
-from troupe.job.section import (
-    JOB_NAME,
-    MAX_AGENTS,
-    MAX_FUNCTIONS,
-    MAX_POLICIES,
-    Section,
-    Seed,
-)
-from troupe.job.sections.agents import (
-    AgentSpec,
-    RoutingSpec,
-)
+from troupe.job.section import JOB_NAME, MAX_AGENTS, MAX_FUNCTIONS, MAX_POLICIES, Section, Seed
+from troupe.job.sections.agents import AgentSpec, RoutingSpec
 from troupe.job.sections.algorithm import REFERENCE_COLUMN, AlgorithmSpec
 from troupe.job.sections.balancing import BalancingSpec
 from troupe.job.sections.data import JobTasksSpec

@@ -13,10 +13,7 @@ from troupe.job.engines.sharing import check_sharing, engine_groups, shared_poli
 from troupe.job.fields import JobFields
 from troupe.job.metrics import evaluation_of_metric, evaluation_prefix, metric_problem
 from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
-from troupe.job.sections.agents import (
-    AgentSpec,
-    RoutingSpec,
-)
+from troupe.job.sections.agents import AgentSpec, RoutingSpec
 from troupe.job.sections.algorithm import AlgorithmSpec
 from troupe.job.sections.balancing import BalancingSpec
 from troupe.job.sections.data import TasksSpec

@@ -90,13 +90,11 @@ async def test_a_stale_trajectory_ends_at_once_wherever_it_hangs(house: House) -
     await prepare(house, "some_get_stuck", trajectory_seconds=60)
     running = asyncio.create_task(house.run(training()))
     async with asyncio.timeout(PATIENCE):
-        while len(worlds.STUCK) < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(worlds.STUCK) == 4)
         for query, left in (("q0", 2), ("q1", 0)):
             doomed = [f"{query}-s0-t0", f"{query}-s0-t1"]
             await abort(house, *doomed)
-            while len(house.service._runner) > left:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: len(house.service._runner) <= left)  # noqa: B023 - within this turn
             assert left == 0 or not running.done(), "the others run on"
         ended = await running
     assert {event.reason for event in ended.values()} == {"stale: too old"}

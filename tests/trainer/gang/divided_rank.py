@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from services.trainer.gang.experts import ExpertDivision, stacked_experts
 from services.trainer.gang.gathering import whole
 from services.trainer.gang.group import GangGroup, PassCollectives
 from services.trainer.gang.loading import MetaTensors, fill_from, finish, shard
 from tests.support.architectures import ARCHITECTURES, make
+from tests.trainer.gang.ranks import join_ranks
 
 # Without a recurrent layer, whose parts FSDP gathers separately.
 NAMES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe", "granitemoe", "glm4_moe")
@@ -77,12 +76,8 @@ def main() -> None:
     """All architectures, one after another."""
     # An in-place sum would lose FSDP's hook, and the weights in the backward pass with it.
     warnings.filterwarnings("error", message="FSDP2-wrapped module .*Experts. returned a view")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    mesh, control = join_ranks()
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
-    assert control is not None
     group = GangGroup(mesh, control, lambda: False, Path())
     division = ExpertDivision(group, size)
     for name in NAMES:

@@ -11,13 +11,11 @@ import json
 import os
 import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +32,7 @@ from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.samples import Row
 from services.trainer.state.parts import StoredParts
 from tests.trainer.batches import Shape, random_rows
+from tests.trainer.gang.ranks import join_ranks
 from troupe.checkpoints.adapters import Tensors
 from troupe.job import JobSpec
 from troupe.transfer.checksum import bytes_checksum
@@ -177,12 +176,8 @@ def run(
 def main() -> None:
     """Measure both ways of sharding, one after the other."""
     spec = JobSpec.model_validate_json(Path(sys.argv[1]).read_text())
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=300))
-    assert control is not None
+    mesh, control = join_ranks(300)
     directory = Path(sys.argv[2])
     group = GangGroup(mesh, control, lambda: False, directory)
     transfer = HostTransfer(ServiceSettings(transfer_dir=directory / "transfer"), Telemetry())

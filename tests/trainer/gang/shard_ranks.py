@@ -13,13 +13,11 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from services.chassis.settings import ServiceSettings
@@ -30,6 +28,7 @@ from services.trainer.gang.learner import RankLearner, gather
 from services.trainer.learning.model import load_model
 from services.trainer.state.parts import StoredParts
 from tests.trainer.batches import Shape, random_rows
+from tests.trainer.gang.ranks import join_ranks
 from troupe.job import JobSpec
 
 
@@ -76,11 +75,7 @@ def main() -> None:
     """Resume and suspend."""
     spec = JobSpec.model_validate_json(Path(sys.argv[1]).read_text())
     directory, name, stored_names = Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=400))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=400))
-    assert control is not None
+    mesh, control = join_ranks(400)
     group = GangGroup(mesh, control, lambda: False, Path(), timeout_seconds=400)
     received = Received()
     transfer = CountedTransfer(ServiceSettings(transfer_dir=directory / "transfer"), Telemetry())

@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.gang.group import GangBatches, GangGroup
 from services.trainer.gang.learner import RankLearner
 from services.trainer.learning.model import load_model
 from tests.trainer.batches import Shape, random_rows
+from tests.trainer.gang.ranks import join_ranks
 from troupe.job import JobSpec
 
 
@@ -81,12 +80,8 @@ def main() -> None:
     """Try all places, one after another."""
     spec = JobSpec.model_validate_json(Path(sys.argv[1]).read_text())
     budget, places = (int(one) for one in sys.argv[2:])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    mesh, control = join_ranks()
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
-    assert control is not None
     group = GangGroup(mesh, control, lambda: False, Path())
     rank = dist.get_rank()
     *_, count = step(spec, group, budget, 0)

@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from services.chassis.settings import ServiceSettings
 from services.trainer.gang import learner
 from services.trainer.gang.gang import Frame
 from services.trainer.gang.rank import Rank
+from tests.trainer.gang.ranks import join_ranks
 
 # How long ranks wait for one another, and how long the slow disk takes.
 USUAL, SLOW = 5.0, 9.0
@@ -43,11 +43,7 @@ def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
 def main() -> None:
     """Save and load, with a disk that all ranks share and without."""
     spec, directory = Path(sys.argv[1]).read_text(), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
-    assert control is not None
+    mesh, control = join_ranks()
     settings = ServiceSettings(data_dir=directory)
     rank = Rank(torch.device("cpu"), mesh, control, None, settings, USUAL)
 

@@ -21,16 +21,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from services.trainer.gang import gathering, group, learner
 from services.trainer.gang.group import GangGroup
+from tests.trainer.gang.ranks import join_ranks
 from troupe.job import JobSpec
 
 # How long ranks wait for one another; how long rank 0 takes to write a tensor, or the large one.
@@ -83,11 +82,7 @@ def main() -> None:
     """Gather the published tensors; rank 0 prints how many seconds that took."""
     spec = JobSpec.model_validate_json(Path(sys.argv[1]).read_text())
     directory, case = Path(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
-    assert control is not None
+    mesh, control = join_ranks()
     ranks = GangGroup(mesh, control, lambda: False, Path(), timeout_seconds=TIMEOUT)
     policy = learner.RankLearner(spec, "solver", ranks, torch.device("cpu"))
     changed: Any = gathering

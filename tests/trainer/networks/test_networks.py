@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from services.rollout.networks.episodes import samples_of
 from services.rollout.trajectories.records import LargeColumns
 from services.trainer.networks.learner import parse_fragments
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import until
 from tests.trainer.doomed import doomed
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe import tensors
@@ -151,10 +151,11 @@ async def test_a_step_that_moves_to_another_worker_ends_with_the_same_bits(
     await open_step(stage, 1)
     await play(stage, spec, ref, 1, QUERIES[:2])
     running = asyncio.create_task(here.events(1, 1))
-    async with asyncio.timeout(PATIENCE):
-        # Until it has begun, it has the previous step's samples.
-        while not any((s.step, s.samples) == (1, 2) for s in await here.statuses()):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+
+    async def has_begun() -> bool:  # until then, it has the previous step's samples
+        return any((one.step, one.samples) == (1, 2) for one in await here.statuses())
+
+    await until(has_begun)
     state = await here.suspend()
     with pytest.raises(TroupeError) as stopped:
         await running

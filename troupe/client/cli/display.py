@@ -27,20 +27,8 @@ from troupe.client.cli.options import (
     sparkline,
 )
 from troupe.client.handle import AsyncJobHandle
-from troupe.client.records.events import (
-    Activity,
-    Event,
-    MetricsLogged,
-    Notice,
-    StateChanged,
-)
-from troupe.client.records.jobs import (
-    Checkpoint,
-    Interval,
-    Job,
-    JobState,
-    Trajectory,
-)
+from troupe.client.records.events import Activity, Event, MetricsLogged, Notice, StateChanged
+from troupe.client.records.jobs import Checkpoint, Interval, Job, JobState, Trajectory
 from troupe.contracts.metric_names import (
     BOUNDS,
     ENTROPY,

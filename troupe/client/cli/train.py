@@ -28,11 +28,7 @@ from troupe.client.cli.specification import load_with, parse_assignments
 from troupe.client.discovery import check_address, settings_for
 from troupe.client.handle import AsyncJobHandle, given_text
 from troupe.client.program import ProgramJob
-from troupe.client.records.jobs import (
-    Job,
-    JobState,
-    Result,
-)
+from troupe.client.records.jobs import Job, JobState, Result
 from troupe.cluster.daemon import start_detached
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.inventory import fill

@@ -11,13 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from troupe.job.section import (
-    MAX_AGENTS,
-    NAME,
-    Rate,
-    Section,
-    Tokens,
-)
+from troupe.job.section import MAX_AGENTS, NAME, Rate, Section, Tokens
 from troupe.sampling import (
     ALL_TOKENS,
     MAX_INT,

@@ -23,10 +23,7 @@ from troupe.client.cli.jobs.results import compare, logs, metrics
 from troupe.client.cli.options import call, duration, make_table, score
 from troupe.client.cli.specification import load_with, parse_assignments
 from troupe.client.cli.train import given_file
-from troupe.client.records.jobs import (
-    Job,
-    JobState,
-)
+from troupe.client.records.jobs import Job, JobState
 from troupe.client.records.samples import Audit
 from troupe.contracts import metric_names
 from troupe.rpc.errors import InvalidArgument, TroupeError

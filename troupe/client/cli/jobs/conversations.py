@@ -18,10 +18,7 @@ from rich.markup import escape
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.options import call, duration, make_table, number, score, shortened
-from troupe.client.records.jobs import (
-    Trajectory,
-    Turn,
-)
+from troupe.client.records.jobs import Trajectory, Turn
 from troupe.contracts.conversations import CONVERSATIONS, ConversationLog, TrajectoryFilter
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 

@@ -26,13 +26,7 @@ from troupe.client.cli.options import call, make_table, number
 from troupe.client.comparison import Comparison
 from troupe.client.discovery import data_directory
 from troupe.client.handle import AsyncJobHandle, frame_of
-from troupe.client.records.events import (
-    Activity,
-    Event,
-    MetricsLogged,
-    Notice,
-    StateChanged,
-)
+from troupe.client.records.events import Activity, Event, MetricsLogged, Notice, StateChanged
 from troupe.client.records.jobs import MetricsRow
 from troupe.contracts import metric_names
 from troupe.rpc.errors import InvalidArgument, TroupeError
