@@ -25,9 +25,9 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.command import finish, run_program
+from benchmarks.workloads.one_policy import job_of_one
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.samples import Row
-from troupe.job import JobSpec
 
 VOCABULARY = 1024
 MICRO_BATCH = 32
@@ -92,16 +92,8 @@ def make_learner(deterministic: bool) -> Learner:
         "head_dim": 64,
         "tie_word_embeddings": True,
     }
-    spec = JobSpec.model_validate(
-        {
-            "name": "cost",
-            "workflow": "nowhere:play",
-            "tasks": {"source": "nowhere:tasks"},
-            "agents": {"solver": {"policy": "solver"}},
-            "policies": {"solver": {"model": {"path": "nowhere"}}},
-            "pipeline": {"steps": 1, "queries_per_step": 1, "deterministic": deterministic},
-        }
-    )
+    pipeline = {"steps": 1, "queries_per_step": 1, "deterministic": deterministic}
+    spec = job_of_one("cost", {"model": {"path": "nowhere"}}, pipeline=pipeline)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("qwen3", **config), dtype=torch.float32

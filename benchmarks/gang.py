@@ -27,6 +27,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import command
+from benchmarks.workloads.one_policy import job_of_one, tied_qwen3
 from services.trainer.gang.gang import Gangs
 from services.trainer.gang.learner import GangLearner
 from services.trainer.settings import TrainerSettings
@@ -46,18 +47,7 @@ _DISK_BLOCK_BYTES = 512
 
 def config_of(hidden: int, layers: int) -> dict[str, Any]:
     """Return the configuration of a Qwen3 with tied embeddings."""
-    return {
-        "model_type": "qwen3",
-        "vocab_size": 32 * hidden,
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 64,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 1024,
-    }
+    return tied_qwen3(hidden, layers, 32 * hidden) | {"max_position_embeddings": 1024}
 
 
 def written(folder: Path, config: dict[str, Any]) -> int:
@@ -71,21 +61,9 @@ def written(folder: Path, config: dict[str, Any]) -> int:
 
 def spec_of(folder: Path, ranks: int) -> JobSpec:
     """Return a job that trains the model in `folder` with a gang."""
-    return JobSpec.model_validate(
-        {
-            "name": "gang",
-            "agents": {"solver": {"policy": "solver"}},
-            "policies": {
-                "solver": {
-                    "model": {"path": str(folder), "tokenizer": "none"},
-                    "trainer": {"gang": ranks},
-                }
-            },
-            "workflow": "a.b:play",
-            "pipeline": {"queries_per_step": 1, "steps": 1},
-            "tasks": {"source": "a.b:Tasks"},
-        }
-    )
+    model = {"path": str(folder), "tokenizer": "none"}
+    policy = {"model": model, "trainer": {"gang": ranks}}
+    return job_of_one("gang", policy, pipeline={"queries_per_step": 1, "steps": 1})
 
 
 def peak_bytes(pid: int) -> int:

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.command import finish, options_of, run_program, scratch
+from benchmarks.workloads.one_policy import job_of_one
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
@@ -77,21 +78,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def job(tokenizer: Path, dtype: str, *, replays: bool = False) -> JobSpec:
     """Return the mixture as a job whose engines compute in `dtype`."""
-    return JobSpec.model_validate(
+    return job_of_one(
+        "router-replay",
         {
-            "name": "router-replay",
-            "workflow": "nowhere:play",
-            "tasks": {"source": "nowhere:tasks"},
-            "agents": {"solver": {"policy": "solver"}},
-            "policies": {
-                "solver": {
-                    "model": {"config": CONFIG, "tokenizer": str(tokenizer), "dtype": dtype},
-                    "engine": {"max_context": 512, "max_running": 32},
-                }
-            },
-            "pipeline": {"steps": 1, "queries_per_step": 2},
-            "algorithm": {"router_replay": replays, "entropy_coefficient": 1e-3},
-        }
+            "model": {"config": CONFIG, "tokenizer": str(tokenizer), "dtype": dtype},
+            "engine": {"max_context": 512, "max_running": 32},
+        },
+        pipeline={"steps": 1, "queries_per_step": 2},
+        algorithm={"router_replay": replays, "entropy_coefficient": 1e-3},
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.command import finish, run_program
+from benchmarks.workloads.one_policy import job_of_one
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
@@ -63,26 +64,14 @@ def make_job(
     config: dict[str, Any], device: torch.device, *, compiled: bool = False, offload: str = "none"
 ) -> JobSpec:
     """A job of one policy of this architecture."""
-    values = {
-        "name": "update",
-        "workflow": "nowhere:play",
-        "tasks": {"source": "nowhere:tasks"},
-        "agents": {"solver": {"policy": "solver"}},
-        "policies": {
-            "solver": {
-                "model": {
-                    "config": config,
-                    "tokenizer": "nowhere",
-                    "dtype": "bfloat16" if device.type == "cuda" else "float32",
-                },
-                "optimizer": {"lr": 1e-6},
-                "trainer": {"compile": "on" if compiled else "off", "offload": offload},
-            }
-        },
-        "algorithm": {"advantage": "rae"},
-        "pipeline": {"steps": 1000, "queries_per_step": 1},
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    policy = {
+        "model": {"config": config, "tokenizer": "nowhere", "dtype": dtype},
+        "optimizer": {"lr": 1e-6},
+        "trainer": {"compile": "on" if compiled else "off", "offload": offload},
     }
-    return JobSpec.model_validate(values)
+    pipeline = {"steps": 1000, "queries_per_step": 1}
+    return job_of_one("update", policy, algorithm={"advantage": "rae"}, pipeline=pipeline)
 
 
 def make_learner(config: dict[str, Any], device: torch.device, job: JobSpec) -> Learner:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.workloads.one_policy import job_of_one, tied_qwen3
 from benchmarks.workloads.tokenizer import save_tokenizer
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
@@ -20,7 +21,6 @@ from services.trainer.learning.model import load_model
 from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import ParameterPool, SuspendedTensors, Suspension
-from troupe.job import JobSpec
 
 POLICY = "player"
 
@@ -76,29 +76,10 @@ def measure(hidden: int, layers: int, rounds: int, device: torch.device, where: 
 def _policy(hidden: int, layers: int, device: torch.device, where: Path) -> Learner:
     """Return a policy with moments from one step, and gradients of the next one."""
     vocabulary = save_tokenizer(where / "tokenizer")
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 64,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    }
-    spec = JobSpec.model_validate(
-        {
-            "name": "swap",
-            "workflow": "nowhere:play",
-            "tasks": {"source": "nowhere:tasks"},
-            "agents": {POLICY: {"policy": POLICY}},
-            "policies": {
-                POLICY: {"model": {"config": config, "tokenizer": str(where / "tokenizer")}}
-            },
-            "pipeline": {"steps": 10, "queries_per_step": 2},
-        }
-    )
+    config = tied_qwen3(hidden, layers, vocabulary)
+    model_section = {"config": config, "tokenizer": str(where / "tokenizer")}
+    pipeline = {"steps": 10, "queries_per_step": 2}
+    spec = job_of_one("swap", {"model": model_section}, solver=POLICY, pipeline=pipeline)
     model = load_model(POLICY, spec.policies[POLICY], 0)
     learner = Learner(model, spec, POLICY, device=device)
     learner.accumulate(_rows(vocabulary))

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.trainer.cases import Case, cases_of, load
 from benchmarks.trainer.measure import Meter, clock_of, resident
+from benchmarks.workloads.one_policy import job_of_one
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
@@ -26,23 +27,16 @@ def spec_of(
     trainer: dict[str, Any] = {"activation_checkpointing": checkpointing, "compile": compiled}
     if forward_tokens:
         trainer["forward_tokens"] = forward_tokens
-    return JobSpec.model_validate(
+    return job_of_one(
+        "update",
         {
-            "name": "update",
-            "workflow": "nowhere:play",
-            "tasks": {"source": "nowhere:tasks"},
-            "agents": {"solver": {"policy": "solver"}},
-            "policies": {
-                "solver": {
-                    "model": {"config": case.model.config, "tokenizer": "nowhere"},
-                    "optimizer": {"lr": 1e-6, "betas": [0.9, 0.999]},
-                    "trainer": trainer,
-                }
-            },
-            # Advantages are the rewards.
-            "algorithm": {"advantage": "rae", "normalize": "token"},
-            "pipeline": {"steps": 1000, "queries_per_step": case.groups},
-        }
+            "model": {"config": case.model.config, "tokenizer": "nowhere"},
+            "optimizer": {"lr": 1e-6, "betas": [0.9, 0.999]},
+            "trainer": trainer,
+        },
+        # Advantages are the rewards.
+        algorithm={"advantage": "rae", "normalize": "token"},
+        pipeline={"steps": 1000, "queries_per_step": case.groups},
     )
 
 

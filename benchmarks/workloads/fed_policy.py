@@ -7,6 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.experience_store.servers import Stub
+from benchmarks.workloads.one_policy import job_of_one
 from troupe import tensors
 from troupe.job import JobSpec
 from troupe.rpc import new_id
@@ -24,21 +25,12 @@ _SECONDS: Final = 600.0
 
 def spec_of(name: str, policy: dict[str, Any], **sections: Any) -> JobSpec:
     """Return a job of one policy, for steps of two groups of four samples."""
-    return JobSpec.model_validate(
-        {
-            "name": name,
-            "workflow": "nowhere:play",
-            "tasks": {"source": "nowhere:tasks"},
-            "agents": {POLICY: {"policy": POLICY}},
-            "policies": {POLICY: policy},
-            "pipeline": {
-                "steps": 10_000,
-                "queries_per_step": len(QUERIES),
-                "micro_batch_samples": GROUP,
-            },
-            **sections,
-        }
-    )
+    pipeline = {
+        "steps": 10_000,
+        "queries_per_step": len(QUERIES),
+        "micro_batch_samples": GROUP,
+    }
+    return job_of_one(name, policy, **{"pipeline": pipeline, **sections})
 
 
 class FedPolicy:

@@ -18,10 +18,7 @@ from testbed.chaos.plan import JOB_ID, ChaosPlan, prepare_directory, prepared
 from testbed.chaos.report import ChaosReport, JobOutcome
 from testbed.chaos.schedule import schedule
 from testbed.chaos.transcript import StepRecord, Transcript, transcribe
-from troupe.client.records.jobs import (
-    Job,
-    JobState,
-)
+from troupe.client.records.jobs import Job, JobState
 from troupe.job import JobSpec
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, Internal, TroupeError
 from troupe.rpc.settings import ClientSettings
