@@ -193,10 +193,10 @@ def moved_baseline(baseline: float, rewards: Sequence[float], decay: float) -> f
     order.
 
     Equals n updates b <- decay b + (1 - decay) r with every r replaced by the mean of the n:
-    decay^n b + (1 - decay^n) mean. SPIRAL updates b trajectory by trajectory, before it subtracts b
-    from r. This implementation uses the b from before the step for all its samples, so that A does
-    not depend on the order of samples, and b does not depend on the sample from which it is
-    subtracted.
+    decay^n b + (1 - decay^n) mean. SPIRAL's released code subtracts b from r and then updates it,
+    trajectory by trajectory. This implementation uses the b from before the step for all its
+    samples, so that A does not depend on the order of samples, and b does not depend on the sample
+    from which it is subtracted.
     """
     if not rewards:
         return baseline

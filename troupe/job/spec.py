@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 from pydantic import field_validator, model_validator
 
 from troupe.contracts import metric_names
+from troupe.job.engines import KINDS
 from troupe.job.engines.sharing import check_sharing, engine_groups, shared_policies
 from troupe.job.fields import JobFields
 from troupe.job.metrics import evaluation_of_metric, evaluation_prefix, metric_problem
@@ -444,6 +445,19 @@ class JobSpec(JobFields):
                 "pipeline.dynamic_sampling: drops groups whose rewards are equal, but a teacher "
                 "also teaches with these; not with `algorithm.distillation`"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _recorded_logprobs(self) -> Self:
+        for name, agent in self.agents.items():
+            sampling, kind = agent.sampling, KINDS[self.policies[agent.policy].engine.kind]
+            cut = sampling.top_p < 1 or sampling.top_k > 0
+            if (cut or sampling.logprobs != "full") and sampling.logprobs not in kind.logprobs:
+                raise ValueError(
+                    f"agents.{name}.sampling.logprobs: engines of kind `{kind.name}` do not "
+                    f"report `{sampling.logprobs}` log-probs of truncated distributions; choose "
+                    f"`{kind.logprobs[0]}`, or sample without top_p and top_k"
+                )
         return self
 
     @model_validator(mode="after")

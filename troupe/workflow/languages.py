@@ -152,6 +152,7 @@ def role_of(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            logprobs=sampling.logprobs,
             max_new_tokens=sampling.max_new_tokens,
             stop_token_ids=stop_ids(sampling.stop, language, f"agents.{name}.sampling.stop"),
         ),

@@ -24,6 +24,8 @@ class Draw(NamedTuple):
     top_p: float
     seed: int
     position: int
+    # Whether the log-prob is that of the truncated distribution.
+    processed: bool = False
 
 
 def spans_of(versions: Iterable[int]) -> list[VersionSpan]:

@@ -22,11 +22,12 @@ _UINT64: Final = (1 << 64) - 1
 def draw(logits: torch.Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float]]:
     """Sampled tokens and their log-probs for `logits` [len(rows), vocabulary].
 
-    Log-probabilities are under softmax(logits / temperature), before top-k and top-p; greedy
-    rows (temperature 0) count as temperature 1. That is what SGLang reports.
+    Log-probabilities are under softmax(logits / temperature), before top-k and top-p, as SGLang
+    reports them, or after these (`Draw.processed`), as vLLM does; greedy rows (temperature 0) count
+    as temperature 1, and as not truncated.
     """
     scaled = logits.float()
-    temperatures, top_ks, top_ps, seeds, positions = zip(*rows, strict=True)
+    temperatures, top_ks, top_ps, seeds, positions, _ = zip(*rows, strict=True)
     if set(temperatures) != {1.0}:
         positive = [temperature if temperature > 0 else 1.0 for temperature in temperatures]
         divisors = torch.tensor(positive, dtype=torch.float32, device=logits.device)
@@ -46,6 +47,10 @@ def draw(logits: torch.Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[fl
         greedy = [i for i, temperature in enumerate(temperatures) if temperature <= 0]
         tokens[greedy] = logits[greedy].argmax(dim=-1, keepdim=True)
     chosen = logprobs.gather(1, tokens)
+    if renormalised := [i for i, row in enumerate(rows) if row.processed and row.temperature > 0]:
+        # What is left sums to one again; without truncation it did already, but for rounding.
+        cut = [i for i in renormalised if rows[i].top_k > 0 or rows[i].top_p < 1.0]
+        chosen[cut] -= cdf[cut, -1:].log().to(chosen.dtype)
     return tokens.squeeze(1).tolist(), chosen.squeeze(1).tolist()
 
 

@@ -99,7 +99,9 @@ class EngineTurn:
     def next_draw(self) -> Draw:
         """How the next token is sampled."""
         s = self.sampling
-        return Draw(s.temperature, s.top_k, s.top_p, self.seed, s.drawn + len(self.token_ids))
+        position = s.drawn + len(self.token_ids)
+        processed = s.logprobs == "processed"
+        return Draw(s.temperature, s.top_k, s.top_p, self.seed, position, processed)
 
     def append(self, token: int, logprob: float, version: int) -> None:
         """Record one token."""

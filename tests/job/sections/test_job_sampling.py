@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.support.training import make_spec
+from troupe.job import JobSpec
+from troupe.job.sections import SamplingSpec
 from troupe.job.sections.agents import SamplingSpec
 from troupe.workflow import Sampling
 from troupe.workflow.errors import InvalidMessagesError
@@ -62,3 +66,28 @@ def test_a_temperature_that_logits_cannot_be_divided_by_is_greedy(read: Any) -> 
 
 def test_an_empty_stop_string_is_refused_by_a_job() -> None:
     assert in_a_job("stop", [""]) == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "message"),
+    [
+        ("embedded", {"top_p": 0.9}, ""),
+        ("embedded", {"top_p": 0.9, "logprobs": "processed"}, ""),
+        ("sglang", {"top_k": 9}, ""),
+        ("sglang", {"top_k": 9, "logprobs": "processed"}, "choose `full`"),
+        ("vllm", {}, ""),
+        ("vllm", {"top_p": 0.9}, "choose `processed`"),
+        ("vllm", {"top_p": 0.9, "logprobs": "processed"}, ""),
+    ],
+)
+def test_engines_record_the_log_probs_that_they_can(
+    kind: str, sampling: dict[str, Any], message: str
+) -> None:
+    values = make_spec(Path("t")).model_dump()
+    values["policies"]["solver"]["engine"] = {"kind": kind}
+    values["agents"]["solver"]["sampling"] |= sampling
+    if not message:
+        assert JobSpec.model_validate(values).policies["solver"].engine.kind == kind
+        return
+    with pytest.raises(ValidationError, match=f"agents.solver.sampling.logprobs.*{message}"):
+        JobSpec.model_validate(values)

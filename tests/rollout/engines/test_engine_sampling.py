@@ -56,6 +56,47 @@ def test_top_k_and_top_p_keep_what_they_should() -> None:
     assert logprobs[0] == pytest.approx(float(probabilities[0].log()), abs=1e-5)
 
 
+def test_processed_log_probs_are_those_of_the_distribution_that_was_drawn_from() -> None:
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    n = 4000
+    logits = probabilities.log().expand(n, 4)
+    for cut, kept in (({"top_k": 2}, [0.4, 0.3]), ({"top_p": 0.75}, [0.4, 0.3, 0.2])):
+        drawn = [row._replace(processed=True) for row in rows(n, **cut)]
+        tokens, logprobs = draw(logits, drawn)
+        expected = torch.tensor(kept) / sum(kept)
+        for token, logprob in zip(tokens[:50], logprobs[:50], strict=True):
+            assert logprob == pytest.approx(float(expected[token].log()), abs=1e-5)
+        # The mean of 1 / mu over draws from mu is the number of tokens that can be drawn.
+        found = float(np.exp(-np.array(logprobs)).mean())
+        assert found == pytest.approx(len(kept), rel=0.05)
+        # Without it the same tokens, with other log-probs.
+        again, full = draw(logits, rows(n, **cut))
+        assert again == tokens
+        shift = np.array(logprobs) - np.array(full)
+        assert shift == pytest.approx(-np.log(sum(kept)), abs=1e-5)
+    # Greedy and whole rows are what they were.
+    for plain in ({}, {"temperature": 0.0, "top_k": 2}):
+        mine = [row._replace(processed=True) for row in rows(20, **plain)]
+        assert draw(logits[:20], mine) == draw(logits[:20], rows(20, **plain))
+
+
+def test_ratios_to_processed_log_probs_are_importance_weights() -> None:
+    """Over draws from a truncated mu, E[pi/mu f] is the sum of pi f over the kept tokens."""
+    mu, pi = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.3, 0.3, 0.4])
+    values, n = torch.tensor([1.0, -2.0, 5.0]), 20_000
+    logits = mu.log().expand(n, 3)
+    exact = float((pi * values)[:2].sum())
+    estimates = {}
+    for processed in (True, False):
+        drawn = [row._replace(processed=processed) for row in rows(n, top_k=2)]
+        tokens, logprobs = draw(logits, drawn)
+        ratio = pi[tokens] / torch.tensor(logprobs).exp()
+        estimates[processed] = float((ratio * values[tokens]).mean())
+    assert estimates[True] == pytest.approx(exact, abs=0.03)
+    # The log-probs of all tokens weigh each by 1 / (kept mass).
+    assert estimates[False] == pytest.approx(exact / 0.8, abs=0.04)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     seeds=st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1, max_size=8),

@@ -269,6 +269,13 @@ def test_a_truncated_distribution_is_refused_since_its_logprobs_are_others(
     assert info.value.status == 400
 
 
+def test_a_truncation_is_asked_for_where_its_log_probs_are_expected() -> None:
+    asked = sampling_of(turn(top_p=0.9, logprobs="processed"))
+    assert (asked["top_p"], asked["top_k"]) == (0.9, 0)
+    assert sampling_of(turn(top_k=5, logprobs="processed"))["top_k"] == 5
+    assert "top_p" not in sampling_of(turn(logprobs="processed"))
+
+
 def test_a_launched_server_is_started_for_what_its_policy_needs() -> None:
     spec = policy_spec(
         kind="vllm", python="/v/python", tensor_parallel=2, launch=["--seed", "{replica}"]

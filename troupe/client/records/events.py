@@ -22,7 +22,7 @@ class StateChanged(Record):
 
     def __str__(self) -> str:
         why = f": {self.problem}" if self.problem else ""
-        return _line(self.at, f"the job is {self.state}{why}")
+        return _line(self.at, f"the job {self.state.clause}{why}")
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,12 @@ class Activity(Record):
     total: float
 
     def __str__(self) -> str:
-        amount = f" ({self.done:g} of {self.total:g})" if self.total > 0 else ""
-        return _line(self.at, f"step {self.step} of {self.total_steps}: {self.text}{amount}")
+        amount = f"{self.done:g} of {self.total:g}"
+        # Most texts have the numbers, too.
+        told = self.total <= 0 or amount in self.text
+        text = self.text if told else f"{self.text} ({amount})"
+        step = f"step {self.step} of {self.total_steps}: "
+        return _line(self.at, text if text.startswith("step ") else step + text)
 
 
 # The metrics that the text of an event shows.

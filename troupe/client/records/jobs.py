@@ -41,6 +41,12 @@ class JobState(StrEnum):
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
     @property
+    def clause(self) -> str:
+        """The predicate of a sentence about the job: "is running", "has succeeded"."""
+        verb = "has" if self in (JobState.SUCCEEDED, JobState.FAILED) else "is"
+        return f"{verb} {self}"
+
+    @property
     def resumable(self) -> bool:
         """Whether the job can be resumed; one that has succeeded needs more steps."""
         return states.allowed(states.JOB, self.number, common_pb.JOB_STATE_SUBMITTED)

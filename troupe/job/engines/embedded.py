@@ -7,5 +7,8 @@ from typing import Final
 from troupe.job.engines.kind import EngineKind
 
 EMBEDDED: Final = EngineKind(
-    "embedded", is_server=False, without_effect=("launch", "python", "update")
+    "embedded",
+    is_server=False,
+    without_effect=("launch", "python", "update"),
+    logprobs=("full", "processed"),
 )

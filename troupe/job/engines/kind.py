@@ -19,7 +19,8 @@ class EngineKind:
     variable of rollout workers with the Python of the servers' environment. `requirement`: what pip
     installs there: a release that was tested. `joins_groups`: servers form process groups with
     trainers, for which both need the same release of NCCL. `needs_nvcc`: servers compile CUDA
-    kernels when they start.
+    kernels when they start. `logprobs`: those that they can report of tokens drawn with top_p or
+    top_k (`SamplingSpec.logprobs`).
     """
 
     name: str
@@ -30,6 +31,7 @@ class EngineKind:
     requirement: str = ""
     joins_groups: bool = False
     needs_nvcc: bool = False
+    logprobs: tuple[str, ...] = ("full",)
 
     @property
     def install(self) -> str:

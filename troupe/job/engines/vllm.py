@@ -12,4 +12,5 @@ VLLM: Final = EngineKind(
     spread_arguments=frozenset({"-tp", "--tensor-parallel-size"}),
     python_variable="TROUPE_VLLM_PYTHON",
     requirement="vllm==0.32.0",
+    logprobs=("processed",),
 )

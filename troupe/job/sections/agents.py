@@ -96,6 +96,11 @@ class SamplingSpec(Section):
         ALL_TOKENS
     )
     """The k most likely tokens; -1 or 0: all."""
+    logprobs: Literal["full", "processed"] = "full"
+    """Log-probs that engines record of tokens drawn with `top_p` or `top_k`. `full`: of all tokens
+    at the temperature, before the truncation; kinds `embedded` and `sglang`. `processed`: of the
+    distribution that the token was drawn from, so that ratios to it are importance weights; kinds
+    `embedded` and `vllm`."""
     max_new_tokens: Tokens = 256
     """Longest response, in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=64)

@@ -347,15 +347,17 @@ class VllmServer(HttpServer):
 
 
 def sampling_of(turn: EngineTurn) -> Json:
-    """Sampling parameters for the rest of `turn`. Raises `Refused` for a truncation, since the
-    server would report log-probs of the truncated distribution."""
+    """Sampling parameters for the rest of `turn`. Raises `Refused` for a truncation unless
+    log-probs of the truncated distribution are expected, since the server reports these."""
     sampling = turn.sampling
-    if sampling.top_p < 1 or sampling.top_k > 0:
+    truncated = sampling.top_p < 1 or sampling.top_k > 0
+    if truncated and sampling.logprobs != "processed":
         raise Refused(
             _GENERATE,
             400,
-            "vLLM reports log-probs of the tokens that top_p and top_k leave, which training does "
-            "not expect: remove them, or serve the policy with `kind: sglang` or `embedded`",
+            "vLLM reports log-probs of the tokens that top_p and top_k leave: set the agent's "
+            "`sampling.logprobs: processed`, remove top_p and top_k, or serve the policy with "
+            "`kind: sglang` or `embedded`",
         )
     found: Json = {
         "max_tokens": turn.remaining,
@@ -366,6 +368,8 @@ def sampling_of(turn: EngineTurn) -> Json:
         "ignore_eos": True,
         "detokenize": False,
     }
+    if truncated:
+        found |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0)}
     if sampling.seed is not None:
         # A request draws by its seed from its first token on; tokens that follow on those of an
         # aborted one must not be drawn by the same numbers.
