@@ -6,8 +6,9 @@ async def workflow(query, agents, tools):
     return {"solver": score(query, draft.text), "checker": ...}
 """
 
-from troupe.workflow.agent import Agent, Agents, branch
+from troupe.workflow.agent import Agent, Agents
 from troupe.workflow.backend import Backend, Endpoint, GeneratedTurn, Sampling, ToolBackend
+from troupe.workflow.candidates import branch, joint
 from troupe.workflow.columns import Columns, InvalidColumnError
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import (
@@ -82,6 +83,7 @@ __all__ = [
     "Workflow",
     "WorkflowError",
     "branch",
+    "joint",
     "load_attribute",
     "load_tasks",
     "load_workflow",

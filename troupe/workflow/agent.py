@@ -1,14 +1,11 @@
 """The agents of one trajectory: `Agents` holds an `Agent` per role; `Agent.chat` and
-`Agent.generate` begin turns, and `branch` draws several candidates for one turn."""
+`Agent.generate` begin turns."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import math
-import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index as as_int
@@ -48,7 +45,6 @@ from troupe.workflow.messages import (
     Reply,
     ToolCall,
     call_ids,
-    finite,
     parse_messages,
     parse_template_options,
     parse_tools,
@@ -657,65 +653,3 @@ class Agents(Mapping[str, Agent]):
         Return `turns`, in an order and with numbers that do not depend on timing.
         """
         return self._record.close()
-
-
-Score = Callable[[Reply], float | Awaitable[float]]
-"""The reward of one candidate; may be async, and call tools or other agents."""
-Choose = Literal["best", "sample"] | Callable[[Sequence[Reply]], Reply]
-
-
-async def branch(
-    agent: Agent,
-    messages: Messages,
-    *,
-    n: int,
-    score: Score,
-    choose: Choose = "best",
-    greediness: float = 1.0,
-    **sampling: Any,
-) -> Reply:
-    """Draw `n` replies to `messages`, reward each with `score`, and return the one to continue
-    with: tree sampling (AT-GRPO, Zhao et al. 2025, section 4.1; `algorithm.group_by: branch`).
-
-    `choose`: `best`, the first candidate with the highest reward; `sample`, a candidate drawn with
-    probability proportional to exp(`greediness` * reward); or a function of the scored candidates.
-    All n become samples with their own rewards; the other candidates are in `reply.siblings`.
-    Scores are computed concurrently; when one raises, the others are cancelled and its error is
-    raised. Raises what `chat` and `reply.reward` raise, and `InvalidMessagesError` for any other
-    `choose`.
-    """
-    if choose not in ("best", "sample") and not callable(choose):
-        raise _bad("choose", choose, '"best", "sample" or a function of the candidates')
-    if not (isinstance(greediness, int | float) and 0 <= greediness < math.inf):
-        raise _bad("greediness", greediness, "a finite number, at least 0 (all alike)")
-    replies = await agent.chat(messages, n=n, **sampling)
-
-    async def reward(reply: Reply) -> None:
-        given = score(reply)
-        value = await given if inspect.isawaitable(given) else given
-        reply.reward = finite(value, f"the score of {reply.agent}[{reply.turn}]")
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for reply in replies:
-                group.create_task(reward(reply))
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    if callable(choose):
-        chosen = choose(replies)
-        if not any(chosen is reply for reply in replies):
-            raise _bad("choose", chosen, "a function that returns one of the candidates")
-        return chosen
-    rewards = [reply.reward or 0.0 for reply in replies]
-    highest = max(rewards)
-    if choose == "best":
-        return replies[rewards.index(highest)]
-    weights = [math.exp(greediness * (reward - highest)) for reward in rewards]
-    draw = random.Random(agent.draw_seed("choose", replies[0].prompt))
-    return draw.choices(replies, weights)[0]
-
-
-def _bad(field: str, value: object, wanted: str) -> InvalidMessagesError:
-    return InvalidMessagesError(
-        f"{field} cannot be {shown(value)}", field=field, value=value, remedy=f"Pass {wanted}."
-    )
