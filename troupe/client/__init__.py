@@ -3,44 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from troupe.client.aio import AsyncClient
-from troupe.client.comparison import Comparison
-from troupe.client.functions import AsyncFunctions
-from troupe.client.handle import AsyncJobHandle
-from troupe.client.records.cluster import Binding, Cluster, Engine, Service, Worker
-from troupe.client.records.events import Activity, Event, MetricsLogged, Notice, StateChanged
-from troupe.client.records.functions import (
-    Function,
-    Invocation,
-    InvocationFailed,
-    InvocationProgress,
-    LogLine,
-)
-from troupe.client.records.jobs import (
-    Checkpoint,
-    Generation,
-    Job,
-    JobCancelled,
-    JobFailed,
-    JobState,
-    MetricsRow,
-    Result,
-    Trajectory,
-    Turn,
-    Version,
-)
-from troupe.client.records.populations import (
-    Match,
-    Member,
-    MemberRating,
-    MetaStrategy,
-    PayoffCell,
-    Pool,
-    Population,
-    Slot,
-)
-from troupe.client.records.samples import Audit, PolicyAudit, Sample, Tables, TableSummary
-from troupe.client.sync import Client, Functions, JobHandle
 from troupe.installation import refuse_other_troupe
 
 if TYPE_CHECKING:

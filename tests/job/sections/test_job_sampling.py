@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from tests.support.training import make_spec
 from troupe.job import JobSpec
-from troupe.job.sections import SamplingSpec
 from troupe.job.sections.agents import SamplingSpec
 from troupe.workflow import Sampling
 from troupe.workflow.errors import InvalidMessagesError
