@@ -249,25 +249,16 @@ def _shared_engines(cluster: Cluster) -> dict[str, list[Engine]]:
 
 
 def _print_shared_engines(console: Console, cluster: Cluster) -> None:
-    """Print the engines that serve several policies, and the versions of each; print nothing if
-    there are none."""
-    if not (shared := _shared_engines(cluster)):
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("shared engine", "policy", "version", "state", "running", "waiting"):
-        right = column in ("running", "waiting")
-        table.add_column(column, justify="right" if right else "left", no_wrap=column != "version")
-    for name, engines in sorted(shared.items()):
-        for number, one in enumerate(engines):
-            table.add_row(
-                "" if number else name,
-                one.policy,
-                one.versions,
-                one.state,
-                str(one.running),
-                str(one.waiting),
-            )
-    console.print(table)
+    """Print the engines that serve several policies, with the versions and turns of each policy."""
+    # Lines, since ids are wider than the columns of a table in a narrow terminal.
+    for name, engines in sorted(_shared_engines(cluster).items()):
+        serves = "; ".join(f"{_serving(one)}, {one.running} running" for one in engines)
+        text = f"shared engine {name}: {serves}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _serving(engine: Engine) -> str:
+    return f"{engine.policy} {engine.versions} {engine.state}"
 
 
 def _print_devices(console: Console, cluster: Cluster) -> None:
@@ -276,10 +267,7 @@ def _print_devices(console: Console, cluster: Cluster) -> None:
         return
     # The holder of a device is an engine, or what several engines share.
     holders = {engine.id: [engine] for engine in cluster.engines} | _shared_engines(cluster)
-    shown = {
-        holder: [f"{one.policy} {one.versions} {one.state}" for one in engines]
-        for holder, engines in holders.items()
-    }
+    shown = {holder: [_serving(one) for one in engines] for holder, engines in holders.items()}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("node", "device", "class", "memory", "busy", "process", "on it"):
         table.add_column(column, no_wrap=column in ("node", "device", "process"))
