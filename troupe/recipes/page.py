@@ -89,7 +89,7 @@ def _table_of_criteria(seeds: Sequence[SeedRuns], verdicts: Sequence[Verdict]) -
         "|---|---|---|---|",
     ]
     for one in verdicts:
-        values = ", ".join(f"{value:.3f}" for value in one.values)
+        values = ", ".join(f"{round(value, 3) + 0.0:.3f}" for value in one.values)
         ended = "pass" if one.passed else "**fail**"
         lines.append(f"| {one.goal} | {values} | {one.estimate} | {ended} |")
     return lines
