@@ -46,6 +46,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "dr_grpo", "level": "sequence", "beta": 0.1},
         {"loss": "gspo", "normalize": "constant", "kl_coefficient": 0.1},
     ),
+    # Two-sided clipping.
+    "delta": (
+        {"loss_type": "bnpo", "delta": 1.05, "epsilon_high": 0.04},
+        {"dual_clip": 1.05, "clip_high": 0.04},
+    ),
     "entropy": ({"loss_type": "bnpo", "entropy": 0.05}, {"entropy_coefficient": 0.05}),
     **{
         correction: (

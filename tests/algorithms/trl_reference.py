@@ -63,7 +63,9 @@ def compute(batch: dict[str, torch.Tensor], case: dict[str, Any]) -> tuple[Any, 
             gather_for_metrics=lambda x: x,
             reduce=lambda x, **_: x,
         ),
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        args=SimpleNamespace(
+            use_bias_correction_kl=False, delta=case.get("delta"), steps_per_generation=1
+        ),
         model=SimpleNamespace(training=True),
         loss_type=case["loss_type"],
         importance_sampling_level=case.get("level", "token"),

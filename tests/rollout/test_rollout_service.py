@@ -80,6 +80,17 @@ async def test_turn_rewards_and_groups_per_turn(house: House) -> None:
     assert [s.group_id for s in rows] == [f"q0/solver/{n}" for n in range(4)]
 
 
+async def test_a_critic_of_a_team_gets_all_turns_of_a_query_in_one_group(house: House) -> None:
+    critic = {"advantage": "gae", "critic": {"episodes": "team", "values": "turn"}}
+    await house.prepare("tree", algorithm=critic)
+    await house.open_step(queries=1, group_size=2)
+    ended = await house.run(training(1, 2))
+    assert {e.state for e in ended.values()} == {COMPLETED}, ended
+    rows = await house.samples("big")
+    assert {row.agent for row in rows} == {"solver", "checker"}
+    assert {row.group_id for row in rows} == {"q0/*"}
+
+
 async def test_siblings_of_a_branch_are_a_group_across_trajectories_of_one_prompt(
     house: House,
 ) -> None:

@@ -55,6 +55,8 @@ class AdvantageEstimator:
         self.needs_whole_step = bool(getattr(function, "whole_step", False))
         self._by_trajectory = algorithm.baseline_weight == "trajectory"
         self._of_groups = bool(getattr(function, "whole_group", False))
+        # Other advantages look at no prompt, and hashing long ones takes time.
+        self._reads_prompts = self._of_groups or ":" in algorithm.advantage
         # Whether the rewards of a group are computed from its rows.
         self._recounts = self._by_trajectory or (function is not None and algorithm.kl_penalty > 0)
         # Whether `estimate` must be given whole groups.
@@ -94,7 +96,7 @@ class AdvantageEstimator:
         step = torch.tensor(pools, dtype=torch.float64).reshape(-1, 2)
         behaviour = [row.behaviour for row in rows] or [np.empty(0, np.float32)]
         group_rewards: list[Sequence[float]] = [row.group_rewards for row in rows]
-        prompts = [row.prompt_digest for row in rows]
+        prompts = [row.prompt_digest for row in rows] if self._reads_prompts else []
         step_groups = self._algorithm.step_groups or StepGroupsSpec()
         column = step_groups.observation
         own, groups = None, Pools()
