@@ -231,3 +231,24 @@ async def test_deaths_of_a_shared_server_while_two_roles_update_lose_nothing(
         await until(lambda: len(fake.adapters) == len(ROLES))
         found = await one.statuses()
         assert {status.restarts for status in found.values()} <= {deaths, deaths + 1}
+
+
+async def test_a_forgotten_adapter_costs_its_turns_time_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
+    fake = FakeSglang(MODEL)
+    fake.info |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": list(LAYERS)}
+    async with serve(fake) as url, team(tmp_path) as one:
+        await one.prepare({"kind": "sglang", "urls": [url], "start_timeout_seconds": PATIENCE})
+        others = [asyncio.create_task(one.ask(name, tokens=200)) for name in (*ROLES, BASE)]
+        await until(lambda: bool(fake.calls))
+        (name,) = [name for name in fake.adapters if name.startswith("solver@")]
+        del fake.adapters[name]
+        answer = await one.ask("solver")
+        assert {span.version for span in answer.versions} == {0}
+        await asyncio.gather(*others)
+        one.check_turns()
+        # Also the role's running turn, which this server would go on with by the base.
+        assert sum(policy == "solver" for policy, _, _ in one.turns) == 2
+        assert {status.restarts for status in (await one.statuses()).values()} == {0}

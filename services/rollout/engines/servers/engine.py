@@ -601,6 +601,9 @@ class ServerEngine(ServingEngine):
                 if updates == host.updates:  # else it has been loaded again meanwhile
                     host.doubt_base(self._not_the_base)
                 raise EngineStale(self.engine_id, self._life.name)
+            elif served.name is not None and served.name not in self._versions.names:
+                # Found lost while the turn ran: what drew it is unknown.
+                raise EngineStale(self.engine_id, self._life.name)
             # Of a server that another worker keeps only its own word counts.
             steady = updates == host.updates and not self._followed
             versions = reply.versions(asked_of, steady=steady, adapter=served.version)
