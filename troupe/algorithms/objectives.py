@@ -5,7 +5,7 @@ A_t advantage, l and h the lower and upper clip range (`clip_low`, `clip_high`).
 
 ppo_clip: Schulman et al. 2017 (PPO), equation 7; h > l is DAPO's clip-higher (Yu et al. 2025,
     section 3.1). With d > 1 (`dual_clip`) the objective of a token with A_t < 0 is at least d A_t:
-    dual-clip PPO, Ye et al. 2020 ("Mastering complex control in MOBA games"), equation 5; so for
+    dual-clip PPO, Ye et al. 2020 ("Mastering complex control in MOBA games"); so for
     `gspo`.
 gspo: the same with the sequence's s(y) = prod_t rho_t^(1/|y|) for rho_t. Zheng et al. 2025 (GSPO),
     equations 5 to 7.

@@ -197,7 +197,7 @@ class AlgorithmSpec(Section):
     4e-4, `cispo` a multiple of the others' range."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e9)
     """`ppo_clip`, `gspo`: bound on the ratio of tokens with a negative advantage, beyond which they
-    have no gradient (dual-clip PPO, Ye et al. 2020, equation 5; 3 is usual). Default: none."""
+    have no gradient (dual-clip PPO, Ye et al. 2020; 3 is usual). Default: none."""
     normalize: Literal["token", "sequence", "constant"] = "token"
     """Average the loss over all tokens of the global batch, over sequences, or divide the sum by a
     constant length per sequence, which has no length bias (Dr. GRPO)."""
