@@ -169,6 +169,27 @@ async def test_a_panel_that_is_not_at_its_usual_port_is_told_of(
     assert f"port {port} is taken: the panel uses another port" in told
 
 
+async def test_clusters_that_start_at_the_same_time_do_not_choose_one_panel_port(
+    settings: ClusterSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's panel does not listen yet when the second one looks."""
+    told: list[str] = []
+    few = {"panel": True, "panel_port": None, "redis_url": "redis://127.0.0.1:9/0"}
+    (port,) = embedded.pick_ports(["panel"]).values()
+    monkeypatch.setattr(embedded, "DEFAULT_PANEL_PORT", port)
+    first = embedded.reserve_port(port)
+    assert first is not None
+    with pytest.raises(Unavailable):
+        await EmbeddedCluster(settings.model_copy(update=few), told.append).start()
+    assert f"port {port} is taken: the panel uses another port" in told
+    told.clear()
+    first.close()
+    for _ in range(2):  # a cluster that has ended no longer has it
+        with pytest.raises(Unavailable):
+            await EmbeddedCluster(settings.model_copy(update=few), told.append).start()
+    assert f"port {port} is taken: the panel uses another port" not in told
+
+
 async def test_a_redis_that_is_not_there_is_named(settings: ClusterSettings) -> None:
     url = "redis://127.0.0.1:9/0"
     with pytest.raises(Unavailable) as caught:

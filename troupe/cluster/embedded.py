@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -96,6 +97,8 @@ class EmbeddedCluster:
         self._tell = tell
         self._router = router
         self._lock = ClusterLock(self.settings.data_dir)
+        # Of the panel's usual port.
+        self._reservation: socket.socket | None = None
         self._supervisor: Supervisor | None = None
         self._state: ClusterState | None = None
         self._elastic: asyncio.Task[None] | None = None
@@ -343,7 +346,8 @@ class EmbeddedCluster:
                 settings.panel_port, settings.host, field="panel_port", option="--panel-port"
             )
         elif settings.panel:
-            if is_free(DEFAULT_PANEL_PORT, settings.host):
+            self._reservation = reserve_port(DEFAULT_PANEL_PORT)
+            if self._reservation and is_free(DEFAULT_PANEL_PORT, settings.host):
                 fixed["control_panel"] = DEFAULT_PANEL_PORT
             else:
                 self._tell(f"port {DEFAULT_PANEL_PORT} is taken: the panel uses another port")
@@ -389,6 +393,8 @@ class EmbeddedCluster:
             self._record = None
         self._supervisor = None
         self._lock.release()
+        if self._reservation is not None:
+            self._reservation.close()
 
 
 def _record(child: Child) -> ServiceRecord:
@@ -443,6 +449,23 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
             return False
         raise port_error(host, port, "--port", error, "--host") from error
     return True
+
+
+def reserve_port(port: int) -> socket.socket | None:
+    """Keep other clusters of this machine from choosing `port` until the result is closed, although
+    nothing listens there yet; None: another cluster does so.
+
+    A name in Linux' abstract namespace, which belongs to the network namespace, as ports do, and
+    ends with this process.
+    """
+    reservation = socket.socket(socket.AF_UNIX)
+    if sys.platform == "linux":
+        try:
+            reservation.bind(f"\0troupe-port-{port}")
+        except OSError:
+            reservation.close()
+            return None
+    return reservation
 
 
 def require_free(port: int, host: str = LOOPBACK, *, field: str, option: str) -> int:
