@@ -120,6 +120,17 @@ async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
     return {"solver": score, "checker": share_of_a(critique.text), "team": score}
 
 
+async def trio(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
+    """Three roles answer one after another, and one that is not trained reads along."""
+    said, rewards = query["question"], {}
+    for role in ("solver", "checker", "judge"):
+        reply = await agents[role].chat(said)
+        rewards[role] = share_of_a(reply.text)
+        said += reply.text
+    await agents["reader"].chat(said)
+    return {**rewards, "reader": 0.0, "team": sum(rewards.values()) / 3}
+
+
 async def shrug(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
     """Every conversation earns the same, regardless of its text. Nine tenths have no exact
     float."""

@@ -111,8 +111,11 @@ class EmbeddedHost(EngineHost):
         self.eos_ids: frozenset[int] = frozenset()
         # The model's own weights; None until they are loaded.
         self.base: BaseWeights | None = None
-        # Engines that have started and not stopped, with the memory that they do without.
+        # Engines that have started and not stopped, with the memory that they do without; those
+        # that serve `base`, or adapters over it; and the one that brings the model up.
         self._engines: dict[EmbeddedEngine, frozenset[Memory]] = {}
+        self._users: set[EmbeddedEngine] = set()
+        self._launching: EmbeddedEngine | None = None
         self.progress_at = time.monotonic()
         # Serializes starts, sleep, and loads of the model's own weights.
         self._changing = asyncio.Lock()
@@ -146,14 +149,19 @@ class EmbeddedHost(EngineHost):
         async with self._changing:
             if not self.is_up:
                 self._drop_batcher()
-                await self._launch(engine)
+                self._launching = engine
+                try:
+                    await self._launch(engine)
+                finally:
+                    self._launching = None
                 self.progress_at = time.monotonic()
             self._engines[engine] = frozenset()
 
     async def leave(self, engine: EmbeddedEngine) -> None:
         """Let an engine go that has stopped; the last one takes the model along. Repeatable."""
         self._engines.pop(engine, None)
-        if not self._engines:
+        self._users.discard(engine)
+        if not self._engines and self._launching in (None, engine):
             await self._release({"weights"})
             self._devices.release(self.host_id)
 
@@ -161,6 +169,7 @@ class EmbeddedHost(EngineHost):
         """Have an engine do without memory, which is freed if all of them do."""
         async with self._changing:
             self._engines[engine] |= tags
+            self._users.discard(engine)
             if all(self._engines.values()):
                 await self._release(frozenset.intersection(*self._engines.values()))
 
@@ -182,6 +191,7 @@ class EmbeddedHost(EngineHost):
 
     def _drop_batcher(self) -> None:
         """End the batcher, whose thread may hang, without waiting for it."""
+        self._users.clear()
         batcher, self.batcher = self.batcher, None
         self.model = self.base = None
         if batcher is not None:
@@ -202,14 +212,10 @@ class EmbeddedHost(EngineHost):
         """The tensors of `base` by the model's names; None if they are loaded already. Raises
         `WeightsRefused`, also where engines of other policies serve other weights."""
         if self.holds(base.ref.checksum):
+            self._users.add(engine)
             return None
+        await self._require_alone(engine, base)
         _, model = self.required(engine)
-        others = [
-            other for other in self._engines if other is not engine and other.version is not None
-        ]
-        if others and self.base is not None:
-            names = ", ".join(other.policy for other in others)
-            raise await asyncio.to_thread(other_base, self.base, base, engine.policy, names)
         await asyncio.to_thread(verify, base.tensors, model, base.ref)
         return await asyncio.to_thread(arranged, base.tensors, model, base.ref)
 
@@ -221,16 +227,28 @@ class EmbeddedHost(EngineHost):
         loaded: Callable[[], None],
     ) -> float:
         """Load the model's own weights, `base` as `arranged`, and call `loaded` before the next
-        pass; returns the seconds that serving stood still. Raises `EngineDied`."""
+        pass; returns the seconds that serving stood still. Raises `EngineDied`, and
+        `WeightsRefused` as `arranged`."""
         async with self._changing:
             if self.holds(base.ref.checksum):  # another engine has loaded them meanwhile
+                self._users.add(engine)
                 loaded()
                 return 0.0
+            await self._require_alone(engine, base)
             batcher, model = self.required(engine)
             swap = partial(_swap, batcher, model, tensors, base.ref, loaded)
+            self.base = None  # unknown, if it fails
             seconds = await self.between_passes(engine, swap)
             self.base = base
+            self._users.add(engine)
             return seconds
+
+    async def _require_alone(self, engine: EmbeddedEngine, base: BaseWeights) -> None:
+        """Raise `WeightsRefused` where other engines serve other weights than `base`."""
+        others = [other.policy for other in self._users if other is not engine]
+        if others and self.base is not None:
+            names = ", ".join(sorted(others))
+            raise await asyncio.to_thread(other_base, self.base, base, engine.policy, names)
 
     async def between_passes(self, engine: EmbeddedEngine, call: Callable[[], float]) -> float:
         """Run a call of the batcher that pauses passes. Raises `EngineDied`."""

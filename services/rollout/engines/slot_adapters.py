@@ -1,8 +1,7 @@
 """LoRA adapters in the passes of a batcher: rows of one pass take different ones.
 
 The base's product is computed once for all rows. A hook of each adapted layer adds scale x A^T B^T
-to the rows of each adapter, which lie side by side, so that rows that take no adapter, and those of
-others, do not depend on it.
+to the rows of each adapter, which lie side by side: no row depends on the adapters of others.
 """
 
 from __future__ import annotations

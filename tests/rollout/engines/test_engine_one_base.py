@@ -16,8 +16,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.embedded import EmbeddedHost
-from services.rollout.engines.errors import EngineDied, NonFiniteLogits, WeightsRefused
+from services.rollout.engines.embedded import EmbeddedEngine, EmbeddedHost
+from services.rollout.engines.errors import (
+    EngineDied,
+    NonFiniteLogits,
+    TurnReturned,
+    WeightsRefused,
+)
 from services.rollout.engines.factory import make_host
 from services.rollout.engines.requests import EngineResponse, ScoreRequest
 from services.rollout.engines.slot_adapters import AdaptedLayers, RowAdapter, RowSpan
@@ -213,6 +218,22 @@ async def test_turns_are_returned_where_the_job_wants_that(transfer: Transfer) -
         with pytest.raises(Exception, match="given back"):
             await turns[0]
         assert [span.version for span in (await turns[1]).versions] == [0]
+
+
+async def test_turns_by_an_adapter_whose_base_goes_are_returned(transfer: Transfer) -> None:
+    """An engine alone, which moves to a policy with another base while turns run."""
+    engine = EmbeddedEngine("e0", "solver", lora_spec())
+    await engine.start()
+    await engine.update_weights(TrainedAdapter(1).publish(transfer, 0), transfer)
+    long = asyncio.create_task(ask(engine, "long", PROMPT, max_new_tokens=200))
+    await until(lambda: engine.load().running == 1)
+    other = TrainedAdapter(3, base_seed=5)
+    await engine.update_weights(other.publish(transfer, 1), transfer)
+    with pytest.raises(TurnReturned, match="has another base"):
+        await long
+    answer = await ask(engine, "r", PROMPT)
+    assert answer.logprobs == pytest.approx(other.logprobs(PROMPT, answer.token_ids), abs=2e-4)
+    await engine.stop()
 
 
 async def test_policies_and_versions_share_no_prefix(transfer: Transfer) -> None:
