@@ -324,6 +324,24 @@ async def test_another_base_is_refused_by_the_tensor_that_differs(
         )
 
 
+async def test_of_two_bases_that_are_loaded_at_once_one_is_refused(transfer: Transfer) -> None:
+    found = Team(specs_of(), transfer)
+    names = ("solver", "judge")
+    for name in names:
+        await found.engines[name].start()
+    found.trained["judge"] = TrainedAdapter(3, base_seed=5, rank=8)
+    ended = await asyncio.gather(*(found.update(name, 0) for name in names), return_exceptions=True)
+    [refused] = [one for one in ended if isinstance(one, BaseException)]
+    assert isinstance(refused, WeightsRefused), refused
+    served = names[1 - ended.index(refused)]
+    assert found.engines[names[ended.index(refused)]].version is None
+    answer = await ask(found.engines[served], "r", PROMPT)
+    wanted = found.trained[served].logprobs(PROMPT, answer.token_ids)
+    assert answer.logprobs == pytest.approx(wanted, abs=2e-4)
+    for name in names:
+        await found.engines[name].stop()
+
+
 async def test_the_name_of_one_adapter_with_the_weights_of_another_never_serves(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
