@@ -296,7 +296,7 @@ def other_base(known: BaseWeights, wanted: BaseWeights, policy: str, others: str
         "differs",
         field=f"policies.{policy}.engine.share",
         value=wanted.ref.key,
-        remedy="Use `never`, or train adapters over the same base.",
+        remedy="Set `engine.share: never`, or train adapters over the same base.",
     )
 
 

@@ -365,7 +365,7 @@ async def test_an_adapter_with_nan_is_refused_and_the_former_version_serves(
         place = "base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight"
         named[place].data[2, 1] = float("nan")
         ref = broken.publish(transfer, 1)
-        with pytest.raises(WeightsRefused, match=r"up_proj\.lora_B\.weight' has values that are"):
+        with pytest.raises(WeightsRefused, match=r"up_proj\.lora_B\.weight' has numbers that are"):
             await found.engines["solver"].update_weights(ref, transfer)
         assert found.engines["solver"].version == 0
         found.assert_is("solver", PROMPT, await ask(found.engines["solver"], "r", PROMPT))
