@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.papers.rae.exact import ExactPlay
+from examples.papers.rae.exact import FIRST_BETS, ExactPlay
 from examples.papers.rae.recipe import RECIPE
 from examples.papers.rae.workflow import DEALS, Deals
+from examples.self_play.model import make_player
 from troupe.recipes.recipe import Run, SeedRuns
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
 
@@ -29,17 +30,26 @@ def play(model: Path) -> ExactPlay:
     return ExactPlay(model)
 
 
-def test_the_first_model_knows_the_moves_and_plays_them_as_fair_coins(play: ExactPlay) -> None:
-    # Kuhn poker of uniformly random moves: 1/8 for the first seat, exploitability 0.4583.
+def test_the_first_model_knows_moves_and_cards(play: ExactPlay) -> None:
+    states = zip(play._game.questions, play._chances, play._moves, strict=True)
+    for question, chances, moves in states:
+        [bet] = [token for token, action in moves.items() if action == 1]
+        card = question.messages[-1]["content"].split()[0]
+        assert float(chances[bet]) == pytest.approx(FIRST_BETS[card], abs=0.05)
+        assert float(chances[list(moves)].sum()) > 0.95
+
+
+def test_values_of_fair_coins_are_those_of_the_game(tmp_path: Path) -> None:
+    # A random model: 1/8 for the first seat, exploitability 0.4583.
+    play = ExactPlay(make_player(tmp_path, seed=3))
     assert play.seat_values == pytest.approx([0.125, -0.125], abs=0.02)
     assert play.exploitability == pytest.approx(0.4583, abs=0.02)
-    moves = zip(play._chances, play._moves, strict=True)
-    assert all(float(chances[list(one)].sum()) > 0.9 for chances, one in moves)
 
 
 def test_by_turns_the_first_seats_mean_return_is_that_of_games_in_which_it_is_asked_twice(
-    play: ExactPlay,
+    tmp_path: Path,
 ) -> None:
+    play = ExactPlay(make_player(tmp_path, seed=3))
     # Of fair coins: 1/8 over games; a quarter of the games have a second turn, and return -1/2.
     assert play.mean_return(0, by_turn=False) == pytest.approx(play.seat_values[0])
     assert play.mean_return(0, by_turn=True) == pytest.approx((0.125 - 0.25 / 2) / 1.25, abs=0.02)

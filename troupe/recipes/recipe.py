@@ -132,6 +132,8 @@ class Recipe(ABC):
     """What is compared: a line of description by the arm's name."""
     curve: ClassVar[str]
     """What the curves show: the label of the vertical axis."""
+    edition: ClassVar[int] = 1
+    """Raised when first models or measurements change: results of editions are not comparable."""
     needs: ClassVar[Sequence[str]] = ()
     """Other folders below `examples` that its jobs import, as `games`."""
 

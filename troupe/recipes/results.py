@@ -75,10 +75,10 @@ class Results:
 
 
 def digest_of(recipe: Recipe, *, quick: bool) -> str:
-    """Return a digest of the jobs of all arms, without their seeds and models, and without fields
-    that they leave at their defaults."""
+    """Return a digest of the recipe's edition and of the jobs of all arms, without their seeds and
+    models, and without fields that they leave at their defaults."""
     jobs = [recipe.job(arm, Path("model"), 0, quick=quick) for arm in recipe.arms]
-    texts = [job.model_dump_json(exclude_unset=True) for job in jobs]
+    texts = [str(recipe.edition), *(job.model_dump_json(exclude_unset=True) for job in jobs)]
     return xxhash.xxh3_64_hexdigest("\n".join(texts).encode())
 
 

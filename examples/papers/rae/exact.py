@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,6 +19,11 @@ from examples.papers.rae.workflow import GAME
 from examples.self_play.kuhn import kuhn
 from troupe.populations.enumerated import Enumeration, Question
 from troupe.populations.games import Array
+
+FIRST_BETS: Final = {"jack": 0.35, "queen": 0.5, "king": 0.65}
+"""The first model's probability of a bet by its card."""
+# OpenSpiel's action.
+_BET: Final = 1
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,24 @@ class ExactPlay:
         self._behaviours = self._game.behaviours(given)
         self._plans = self._game.plans(self._behaviours)
 
-    def warm_started(self, steps: int, lr: float = 1e-2) -> float:
-        """Teach the model to answer with each move equally often; return the last loss. The object
-        describes the model as it was: make another one of the saved checkpoint."""
+    def warm_started(self, steps: int, lr: float = 3e-3) -> float:
+        """Teach the model the moves and the cards: to bet with the probabilities `FIRST_BETS`.
+
+        Return the last loss. The object describes the model as it was: make another one of the
+        saved checkpoint.
+        """
+        bets = [
+            FIRST_BETS[str(one.messages[-1]["content"]).split()[0]] for one in self._game.questions
+        ]
+        wanted = torch.zeros(len(bets), len(self._chances[0]))
+        for row, (bet, moves) in enumerate(zip(bets, self._moves, strict=True)):
+            for token, action in moves.items():
+                wanted[row, token] = bet if action == _BET else 1 - bet
         optimizer = torch.optim.Adam(self._model.parameters(), lr=lr)
         loss = torch.zeros(())
         for _ in range(steps):
-            logprobs = self._all_logprobs()
-            losses = [
-                -one[list(moves)].mean() for one, moves in zip(logprobs, self._moves, strict=True)
-            ]
-            loss = torch.stack(losses).mean()
+            logprobs = torch.stack(self._all_logprobs())
+            loss = -(wanted * logprobs).sum(dim=1).mean()
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

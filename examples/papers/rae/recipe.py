@@ -21,7 +21,7 @@ from troupe.job import JobSpec
 from troupe.recipes.recipe import Recipe, Run, SeedRuns, Verdict, by_tokens, estimated
 
 FOLDER: Final = Path(__file__).parent
-WARM_STEPS: Final = 40
+WARM_STEPS: Final = 200
 WITHIN: Final = 0.03
 """How near b_0 is to come to the exact value of its seat."""
 
@@ -38,10 +38,11 @@ class RoleBaselines(Recipe):
         "shared": "one moving average for both seats",
     }
     curve = "exploitability (half of NashConv)"
+    edition = 2
     needs = ("games", "self_play")
 
     def model(self, directory: Path, seed: int) -> Path:
-        """Save the random Qwen3 of `examples/self_play`, which has learned what a move is."""
+        """Save the random Qwen3 of `examples/self_play`, which has learned moves and cards."""
         player = ExactPlay(make_player(directory, seed=seed))
         player.warm_started(WARM_STEPS)
         player.save(directory)
