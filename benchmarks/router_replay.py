@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.command import finish, options_of, run_program, scratch
 from benchmarks.workloads.one_policy import job_of_one
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
 from services.trainer.learning.samples import Row

@@ -53,7 +53,7 @@ from benchmarks.sglang import HALF_BILLION, TINY
 from benchmarks.transfer.gathers import gathers_per_version
 from benchmarks.transfer.proofs import proof_on_trainer
 from services.rollout.engines.base import ServingEngine, Tensors
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import skeleton
 from services.rollout.serving.policy import ServedPolicy

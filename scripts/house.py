@@ -35,11 +35,12 @@ BUDGETS: Final = {
         "learners of three kinds, gangs over hosts, divided experts, crash-exact state",
     ),
     "services/rollout": (
-        16_000,
-        "an embedded engine, two kinds of servers, loads before a commit, routing, trajectories",
+        17_500,
+        "an embedded engine, two kinds of servers, each for one policy or for a team, loads before "
+        "a commit, routing, trajectories",
     ),
     "services/orchestrator": (
-        15_000,
+        15_500,
         "jobs, their ends and origins, pipeline, placement, populations, records",
     ),
     "troupe/workflow": (11_500, "what users write: agents, environments, conversations, trials"),
@@ -48,7 +49,7 @@ BUDGETS: Final = {
     "services/experience_store": (6_000, "samples, claims, commits, exactly once"),
     "troupe/scheduling": (6_000, "decisions without side effects, memory model, planner"),
     "troupe/transfer": (6_000, "states between processes and hosts, verified; servers' formats"),
-    "troupe/job": (6_200, "the specification of a job, with every check, and its reference"),
+    "troupe/job": (7_000, "the specification of a job, with every check, and its reference"),
     "troupe/twin": (5_000, "the simulator behind the planner"),
     "troupe": (4_000, "what several packages share"),
     "services/chassis": (3_500, "what every service is made of"),
@@ -56,7 +57,7 @@ BUDGETS: Final = {
     "troupe/cluster": (3_500, "clusters on one host and on several"),
     "troupe/functions": (3_500, "ready rewards, tools, MCP, shipped code"),
     "troupe/endpoint": (3_000, "OpenAI's and Anthropic's HTTP interfaces"),
-    "troupe/algorithms": (2_500, "losses and advantages"),
+    "troupe/algorithms": (3_000, "losses, advantages, groups of steps"),
     "troupe/checkpoints": (3_000, "formats of models on disk, and the proof that one is served"),
     "troupe/populations": (2_500, "meta-solvers, payoffs, ratings"),
     "services/control_panel": (2_200, "REST and the panel's pages"),

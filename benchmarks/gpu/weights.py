@@ -37,7 +37,7 @@ from benchmarks.weights import find_sglang, sglang_interpreter
 from benchmarks.workloads.fed_policy import POLICY, FedPolicy, spec_of
 from services.chassis.app import serve
 from services.rollout.engines.base import ServingEngine
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.engines.sglang.engine import SglangEngine

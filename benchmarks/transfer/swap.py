@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.transfer.measure import TCP
 from benchmarks.transfer.processes import line, other, tell
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.transfer.remote import Peer, lane

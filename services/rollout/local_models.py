@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from troupe.checkpoints.adapters import distinct_tensors
 from troupe.disks import memory_root
 from troupe.job import EngineSpec, ModelSpec, PolicySpec

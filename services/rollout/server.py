@@ -456,7 +456,7 @@ def _import() -> None:
         with IMPORTING:
             importlib.import_module("transformers")
         importlib.import_module("troupe.checkpoints.model_classes")
-        importlib.import_module("services.rollout.engines.embedded")
+        importlib.import_module("services.rollout.engines.embedded.engine")
     except Exception as error:  # the engine that needs them reports it
         log.warning("libraries cannot be imported", error=str(error))
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed
 from services.rollout.engines.requests import EngineResponse, UpdateWave
 from services.rollout.engines.turns import EngineTurn

@@ -64,6 +64,20 @@ def tokenizer_path() -> str:
 
 
 @cache
+def model_path(**changes: Any) -> str:
+    """A directory with the tiny model, made once: policies with random weights share no base."""
+    import tempfile
+
+    path = tempfile.mkdtemp(prefix="troupe-test-model-")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**{**CONFIG, **changes})
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+@cache
 def weights(seed: int) -> dict[str, torch.Tensor]:
     """Random weights of the tiny model."""
     with torch.random.fork_rng():

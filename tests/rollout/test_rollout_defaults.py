@@ -10,12 +10,12 @@ import torch
 import yaml
 from transformers import AutoConfig, PretrainedConfig
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.attention import RaggedCache
+from services.rollout.engines.embedded.batcher import default_room
+from services.rollout.engines.embedded.cache import SPARE
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.servers.interface import Launch
 from services.rollout.engines.sglang.server import SglangServer
-from services.rollout.engines.slot_attention import RaggedCache
-from services.rollout.engines.slot_batcher import default_room
-from services.rollout.engines.slot_cache import SPARE
 from services.rollout.engines.weights import skeleton
 from services.rollout.job_setup import with_defaults
 from tests.rollout.engines.asking import ask

@@ -21,7 +21,7 @@ for thread in threading.enumerate():
     if thread.name == "warm-up":
         thread.join()
 import transformers
-assert "services.rollout.engines.embedded" in sys.modules
+assert "services.rollout.engines.embedded.engine" in sys.modules
 assert "AutoModelForCausalLM" in vars(transformers)
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
 warm_up()

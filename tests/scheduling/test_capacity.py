@@ -20,7 +20,7 @@ class Policy:
     running: int = 0
     serves: bool = True
 
-    def join(self, limit: int, *, adaptive: bool = False) -> None:
+    def enter(self, limit: int, *, adaptive: bool = False) -> None:
         self.capacity.join(
             self.name,
             limit,
@@ -49,7 +49,7 @@ def policies(count: int, limit: int) -> list[Policy]:
     capacity = SharedCapacity()
     made = [Policy(f"p{number}", capacity) for number in range(count)]
     for one in made:
-        one.join(limit)
+        one.enter(limit)
     return made
 
 
@@ -134,7 +134,7 @@ def test_a_policy_that_cannot_use_a_place_leaves_it_to_others_and_gains_no_claim
 def test_the_limit_follows_what_the_host_is_told_and_what_its_speed_suggests() -> None:
     capacity = SharedCapacity()
     one = Policy("p", capacity)
-    one.join(2)
+    one.enter(2)
     for _ in range(5):
         one.ask()
     assert one.running == 2
@@ -145,7 +145,7 @@ def test_the_limit_follows_what_the_host_is_told_and_what_its_speed_suggests() -
     assert one.running == 3
     capacity.leave("p")
     adaptive = Policy("q", SharedCapacity())
-    adaptive.join(32, adaptive=True)
+    adaptive.enter(32, adaptive=True)
     for number in range(400):  # each further turn slows all down in full
         beside = 1 + number % 32
         adaptive.capacity.ended(beside, beside * 1.0, 10)

@@ -12,7 +12,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.sglang.server import SglangServer
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.state.checkpoint import checkpoint_path

@@ -17,7 +17,7 @@ from services.rollout.serving import router as live_router
 from services.rollout.serving.router import StickyRoute
 from testbed.twin import cluster as published
 from tests.rollout.hand_engines import ask, make
-from troupe.scheduling import admission, balancing, binding, routing
+from troupe.scheduling import admission, balancing, binding, capacity, routing
 from troupe.twin import cluster, engines, planner, trainers
 from troupe.twin.engines import RoutedTurn, TwinRouter
 from troupe.twin.job import RoutingRules
@@ -30,7 +30,6 @@ from troupe.twin.workload import TwinTurn
         ("Fleet", engines),
         ("TurnQueue", engines),
         ("Profiles", engines),
-        ("AdaptiveLimit", engines),
         ("Work", engines),
         ("Rates", published),
         ("classes_for", published),
@@ -40,6 +39,11 @@ def test_turns_are_routed_by_the_same_functions(name: str, twin: Any) -> None:
     shared = getattr(routing, name)
     assert getattr(live_router, name) is shared
     assert getattr(twin, name) is shared
+
+
+def test_turns_are_limited_by_the_same_function() -> None:
+    assert live_router.SharedCapacity is capacity.SharedCapacity
+    assert capacity.AdaptiveLimit is engines.AdaptiveLimit is routing.AdaptiveLimit
 
 
 def test_steps_trainers_and_moves_are_decided_by_the_same_functions() -> None:

@@ -70,7 +70,7 @@ _PRELOAD: Mapping[str, tuple[str, ...]] = {
         "torch",
         "services.rollout.server",
         "troupe.checkpoints.model_classes",
-        "services.rollout.engines.embedded",
+        "services.rollout.engines.embedded.engine",
     ),
     "trainer": ("torch", "troupe.checkpoints.model_classes", "services.trainer.server"),
 }

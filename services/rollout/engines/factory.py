@@ -21,7 +21,7 @@ from troupe.rpc import FailedPrecondition
 # Import paths, since engines import torch and transformers, which takes seconds, and the testbed is
 # no part of the product.
 ENGINES: Final[dict[str, str]] = {
-    "embedded": "services.rollout.engines.embedded:EmbeddedEngine",
+    "embedded": "services.rollout.engines.embedded.engine:EmbeddedEngine",
     "sglang": "services.rollout.engines.sglang.engine:SglangEngine",
     "vllm": "services.rollout.engines.vllm.engine:VllmEngine",
     "simulated": "testbed.simulated_engine:SimulatedEngine",

@@ -22,7 +22,7 @@ from troupe.workflow.backend import Sampling
 from troupe.workflow.token_ids import TokenIds
 
 if TYPE_CHECKING:
-    from services.rollout.engines.slot_adapters import LiveVersion
+    from services.rollout.engines.embedded.adapters import LiveVersion
 
 # Window of `EngineLoad.tokens_per_second`: long enough to smooth steps of a few milliseconds, short
 # enough to follow a phase of a job.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines import slot_cache
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded import cache as slot_cache
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from tests.rollout.engines.models import make_model, policy_spec, publish, transfer_in
 from tests.rollout.engines.real_server import RealServer, running
 from troupe.transfer import Transfer

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from troupe.disks import Scratch
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer

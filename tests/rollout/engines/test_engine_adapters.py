@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from services.rollout.engines.base import ServingEngine
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.adapters import AdaptedLayers, RowAdapter, RowSpan
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.slot_adapters import AdaptedLayers, RowAdapter, RowSpan
 from services.rollout.engines.weights import adopt, load_config, skeleton, with_base
 from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in

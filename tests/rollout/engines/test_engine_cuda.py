@@ -8,14 +8,15 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from services.rollout.engines import embedded
+from services.rollout.engines.embedded import engine as embedded
+from services.rollout.engines.embedded.adapters import RowAdapter, RowSpan
+from services.rollout.engines.embedded.attention import RaggedCache
+from services.rollout.engines.embedded.batcher import SlotBatcher, default_room
+from services.rollout.engines.embedded.cache import LEAST_TURNS, SlotRun
+from services.rollout.engines.embedded.host import torch_device
+from services.rollout.engines.embedded.sampling import draw
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.requests import Draw, ScoreRequest
-from services.rollout.engines.sampling import draw
-from services.rollout.engines.slot_adapters import RowAdapter, RowSpan
-from services.rollout.engines.slot_attention import RaggedCache
-from services.rollout.engines.slot_batcher import SlotBatcher, default_room
-from services.rollout.engines.slot_cache import LEAST_TURNS, SlotRun
 from services.rollout.engines.weights import adopt, skeleton
 from tests.rollout.engines.models import CONFIG, VOCABULARY, make_model
 from troupe.checkpoints.adapters import linear_layers
@@ -116,13 +117,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_engines_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert embedded.torch_device("auto") == embedded.torch_device("cpu") == torch.device("cpu")
+    assert torch_device("auto") == torch_device("cpu") == torch.device("cpu")
     with pytest.raises(EngineStartFailed, match="sees no GPU") as info:
-        embedded.torch_device("cuda")
+        torch_device("cuda")
     assert info.value.field == "TROUPE_ROLLOUT_DEVICE"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert embedded.torch_device("auto") == torch.device("cuda", 0)
-    assert embedded.torch_device("cpu") == torch.device("cpu")
+    assert torch_device("auto") == torch.device("cuda", 0)
+    assert torch_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.usefixtures("gpu")

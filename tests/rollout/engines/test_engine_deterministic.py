@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from services.rollout.engines import slot_cache
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded import cache as slot_cache
+from services.rollout.engines.embedded.batcher import SlotBatcher
+from services.rollout.engines.embedded.cache import LENGTHS, SlotAllocator, padded
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.requests import EngineResponse
-from services.rollout.engines.slot_batcher import SlotBatcher
-from services.rollout.engines.slot_cache import LENGTHS, SlotAllocator, padded
 from services.rollout.engines.turns import EngineTurn
 from tests.rollout.engines.asking import prompt
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.batcher import SlotBatcher
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.errors import (
     BadTurn,
     EngineDied,
@@ -18,7 +19,6 @@ from services.rollout.engines.errors import (
     TurnDeadline,
 )
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.slot_batcher import SlotBatcher
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     VOCABULARY,
@@ -235,21 +235,21 @@ async def test_turns_wait_for_the_first_weights_only_while_they_come(
 async def test_an_idle_engine_that_would_not_generate_is_found(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.engines.embedded.PROBE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("services.rollout.engines.embedded.engine.PROBE_AFTER_SECONDS", 0.0)
     assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     # The thread counts when the step is over.
     await until(lambda: engine.load().generated_tokens)
     assert engine.load().generated_tokens == 1  # a real one
     assert engine.load().running == 0
-    monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("services.rollout.engines.embedded.engine.PROBE_SECONDS", 0.05)
     assert engine._host.batcher is not None
     monkeypatch.setattr(engine._host.batcher, "submit", lambda *_: None)  # as a stuck thread does
     assert await engine.check() == common_pb.ENGINE_STATE_SUSPECT
     assert "no token for" in engine.message
     monkeypatch.undo()
-    monkeypatch.setattr("services.rollout.engines.embedded.PROBE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("services.rollout.engines.embedded.engine.PROBE_AFTER_SECONDS", 0.0)
     assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
-    monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("services.rollout.engines.embedded.engine.PROBE_SECONDS", 0.05)
     monkeypatch.setattr(engine._host.batcher, "submit", lambda *_: None)
     states = [await engine.check() for _ in range(3)]
     assert states[-1] == common_pb.ENGINE_STATE_DEAD

@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.errors import TurnReturned
-from services.rollout.engines.requests import EngineResponse
-from services.rollout.engines.slot_adapters import LiveVersion
-from services.rollout.engines.slot_batcher import (
+from services.rollout.engines.embedded.adapters import LiveVersion
+from services.rollout.engines.embedded.batcher import (
     NOTIFY_GROUP,
     NOTIFY_ITERATIONS,
     Ended,
     notify_ended,
 )
+from services.rollout.engines.embedded.engine import EmbeddedEngine
+from services.rollout.engines.errors import TurnReturned
+from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.turns import EngineTurn
 from tests.rollout.engines.models import make_model
 from troupe.job import PolicySpec

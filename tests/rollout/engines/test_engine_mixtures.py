@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.errors import UpdateFailed, WeightsRefused
 from services.rollout.engines.servers.http import seconds_for
 from services.rollout.engines.sglang.engine import SglangEngine

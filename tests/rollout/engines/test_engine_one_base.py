@@ -16,7 +16,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.embedded import EmbeddedEngine, EmbeddedHost
+from services.rollout.engines.embedded.adapters import AdaptedLayers, RowAdapter, RowSpan
+from services.rollout.engines.embedded.batcher import SlotBatcher
+from services.rollout.engines.embedded.engine import EmbeddedEngine
+from services.rollout.engines.embedded.host import EmbeddedHost
 from services.rollout.engines.errors import (
     EngineDied,
     NonFiniteLogits,
@@ -25,8 +28,6 @@ from services.rollout.engines.errors import (
 )
 from services.rollout.engines.factory import make_host
 from services.rollout.engines.requests import EngineResponse, ScoreRequest
-from services.rollout.engines.slot_adapters import AdaptedLayers, RowAdapter, RowSpan
-from services.rollout.engines.slot_batcher import SlotBatcher
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     make_model,

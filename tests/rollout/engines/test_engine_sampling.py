@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.rollout.engines.embedded.sampling import draw, uniforms
 from services.rollout.engines.requests import Draw
-from services.rollout.engines.sampling import draw, uniforms
 
 
 def rows(n: int, **fields: float) -> list[Draw]:

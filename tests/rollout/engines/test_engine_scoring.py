@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines import embedded
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded import engine as embedded
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.errors import (
     BadTurn,
     EngineStale,

@@ -16,10 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engines import slot_attention, slot_batcher, slot_cache
-from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.slot_batcher import SlotBatcher
-from services.rollout.engines.slot_cache import LEAST_TURNS, SlotAllocator, SlotRun
+from services.rollout.engines.embedded import attention as slot_attention
+from services.rollout.engines.embedded import batcher as slot_batcher
+from services.rollout.engines.embedded import cache as slot_cache
+from services.rollout.engines.embedded.batcher import SlotBatcher
+from services.rollout.engines.embedded.cache import LEAST_TURNS, SlotAllocator, SlotRun
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.turns import EngineTurn
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.errors import EngineStale, UpdateFailed, WeightsRefused
 from services.rollout.engines.weights import adopt, fill
 from tests.rollout.engines.asking import ask, prompt
@@ -148,7 +148,7 @@ async def test_an_update_that_breaks_half_way_leaves_it_stale(
         fill(tensors | {last: torch.zeros(tensors[last].numel() + 1)}, *rest)
 
     with monkeypatch.context() as half_way:
-        half_way.setattr("services.rollout.engines.embedded.adopt", broken)
+        half_way.setattr("services.rollout.engines.embedded.host.adopt", broken)
         with pytest.raises(UpdateFailed, match="was not copied"):
             await engine.update_weights(ref, transfer)
     assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_STALE, None)

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.asking import ask, prompt

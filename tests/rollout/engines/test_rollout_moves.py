@@ -13,7 +13,7 @@ from services.rollout.engines import base
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import UpdateFailed
 from tests.rollout.fragile import FragileEngine, Workshop
-from tests.rollout.house import House, evaluation, make_spec
+from tests.rollout.house import House, evaluation, make_spec, model_path
 from tests.support.waiting import PATIENCE, until
 from troupe.job import PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
@@ -192,7 +192,8 @@ async def test_an_engine_that_dies_on_its_way_arrives_through_a_restart(
 
 async def test_engines_that_policies_share_stay_with_them(house: House, workshop: Made) -> None:
     own = {**make_spec()["policies"]["big"], "engine": {"replicas": 2}}
-    frozen = {"trainable": False, "engine": {"replicas": 2}}
+    model = {"config": None, "path": model_path()}
+    frozen = {"trainable": False, "engine": {"replicas": 2}, "model": model}
     await house.prepare(
         "team",
         policies={"big": frozen, "small": frozen, "third": own},

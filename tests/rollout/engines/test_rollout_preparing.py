@@ -145,7 +145,7 @@ async def test_models_of_released_jobs_do_not_pile_up(
         models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr("services.rollout.engines.embedded.skeleton", noted)
+    monkeypatch.setattr("services.rollout.engines.embedded.host.skeleton", noted)
     monkeypatch.setattr(jobs, "settle", settle)  # as services do
     monkeypatch.setattr(job_setup, "exempt_new", exempt_new)
     for _ in range(3):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.sglang.engine import SglangEngine

@@ -19,7 +19,7 @@ from services.rollout.serving import supervision
 from tests.rollout.engines import real_server, real_vllm
 from tests.rollout.engines.models import publish_tensors, reference_logprobs
 from tests.rollout.engines.trained_adapters import LAYERS, TrainedAdapter
-from tests.rollout.house import CONFIG, House, make_spec, open_house
+from tests.rollout.house import CONFIG, House, make_spec, model_path, open_house
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import PATIENCE, until
 from troupe.rpc import TroupeError
@@ -30,7 +30,8 @@ ROLES = {"planner": 4, "solver": 2, "checker": 4}
 BASE = "judge"
 HEALTHY = common_pb.ENGINE_STATE_HEALTHY
 # vLLM's kernels for CPUs have no heads of 8.
-MODEL: dict[str, Any] = {**CONFIG, "hidden_size": 64, "head_dim": 32}
+CHANGES: dict[str, Any] = {"hidden_size": 64, "head_dim": 32}
+MODEL: dict[str, Any] = {**CONFIG, **CHANGES}
 
 
 def make_model(config: dict[str, Any]) -> PreTrainedModel:
@@ -63,7 +64,7 @@ class Team:
     async def prepare(self, engine: dict[str, Any]) -> None:
         """PrepareJob with all policies at version 0."""
         spec = make_spec("one_turn")
-        model = {**spec["policies"]["big"]["model"], "config": MODEL, "dtype": "float32"}
+        model = {"path": model_path(**CHANGES), "dtype": "float32"}
         plain = {"model": model, "engine": {"max_context": 256, "max_running": 8, **engine}}
         spec["policies"] = {
             name: {**plain, "lora": {"rank": rank, "alpha": 2 * rank}}

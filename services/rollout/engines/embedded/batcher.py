@@ -3,7 +3,7 @@
 Turns join and leave between any two passes of the model; a pass draws a token for every turn whose
 prompt has been read, and reads prompts with the rows that are left. Turns of several policies and
 versions, which are adapters over the model's weights, share passes: rows of one adapter lie side by
-side there (slot_adapters.py), while attention takes turns in the order of their slots.
+side there (adapters.py), while attention takes turns in the order of their slots.
 
 A deterministic batcher makes a turn bitwise a function of (weights, prompt, seed): every pass has
 one shape, unused rows being padding, and every query attends by itself, over a number of keys that
@@ -29,22 +29,20 @@ from typing import Final, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.requests import Draw
-from services.rollout.engines.sampling import draw
-from services.rollout.engines.slot_adapters import (
+from services.rollout.engines.embedded.adapters import (
     AdaptedLayers,
     LiveVersion,
     RowAdapter,
     RowSpan,
 )
-from services.rollout.engines.slot_attention import (
+from services.rollout.engines.embedded.attention import (
     FIXED,
     RAGGED,
     FixedCache,
     RaggedCache,
     cache_dtype,
 )
-from services.rollout.engines.slot_cache import (
+from services.rollout.engines.embedded.cache import (
     LENGTHS,
     SPARE,
     KVSlot,
@@ -56,6 +54,8 @@ from services.rollout.engines.slot_cache import (
     padded,
     slot_bytes,
 )
+from services.rollout.engines.embedded.sampling import draw
+from services.rollout.engines.requests import Draw
 from services.rollout.engines.turns import EngineTurn, PromptGate
 from troupe.mixtures import RecordedRoutes, Routers
 from troupe.rpc.errors import FailedPrecondition

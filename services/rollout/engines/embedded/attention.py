@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from services.rollout.engines.embedded.cache import MASKED, SlotCache, SlotRun, padded
 from services.rollout.engines.errors import EngineStartFailed
-from services.rollout.engines.slot_cache import MASKED, SlotCache, SlotRun, padded
 from troupe.mixtures import is_mixture
 
 RAGGED: Final = "troupe_slots"

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from services.rollout.engines.slot_adapters import LiveVersion
+from services.rollout.engines.embedded.adapters import LiveVersion
 from services.rollout.engines.turns import EngineTurn
 from troupe.mixtures import Indices, RoutingShape
 
