@@ -52,6 +52,19 @@ def test_validate_refuses_a_job_without_sglang_on_a_machine_with_devices(
     assert 'pip install "sglang==0.5.21"' in said
 
 
+def test_an_interpreter_that_several_policies_have_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = environment(tmp_path, {"torch": "2.13.0"})
+    own = {"kind": "sglang", "python": python}
+    file = tmp_path / "job.yaml"
+    names = ("solver", "checker", "judge")
+    file.write_text(job_yaml(policies=names, **{f"policies__{n}__engine": own for n in names}))
+    assert main(["job", "validate", str(file)]) == 0
+    (note,) = (one for one in capsys.readouterr().out.splitlines() if "engine.python" in one)
+    assert all(name in note for name in names)
+
+
 def test_validate_warns_of_a_server_that_takes_no_broadcast_or_cannot_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

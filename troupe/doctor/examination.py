@@ -16,6 +16,7 @@ from troupe.rpc import InvalidArgument
 
 if TYPE_CHECKING:
     from troupe.job import JobSpec
+    from troupe.job.engines.kind import EngineKind
     from troupe.job.loading import FieldProblem
 
 
@@ -92,25 +93,34 @@ def examine_servers(spec: JobSpec, devices: int) -> tuple[list[FieldProblem], li
         name: (KINDS[one.engine.kind], one.engine.python)
         for name, one in launched_policies(spec).items()
     }
-    places = dict.fromkeys(kind.interpreter(python) for kind, python in launched.values())
-    found = asyncio.run(_environments(places))
+    places = dict.fromkeys(map(_place, launched.values()))
+    environments = asyncio.run(_environments({python for _, python in places}))
+    found = {place: environments[place[1]] for place in places}
     problems, findings = [], {}
-    for name, (kind, python) in launched.items():
-        place = kind.interpreter(python)
-        there = found[place]
+    for place in places:
+        name, *others = (name for name, one in launched.items() if _place(one) == place)
+        kind, there = launched[name][0], found[place]
         if isinstance(there, NoEnvironment) or kind.name not in there.packages:
             fault = str(there) if isinstance(there, NoEnvironment) else f"has no {kind.name}"
+            if others:
+                fault += f" (the same for {', '.join(others)})"
             remedy = (
                 f"Install it: {kind.install}; and name its Python, here or in "
                 f"{kind.python_variable} (docs/gpus.md)."
             )
-            problems.append(FieldProblem(f"policies.{name}.engine.python", place, fault, remedy))
+            problems.append(FieldProblem(f"policies.{name}.engine.python", place[1], fault, remedy))
         else:
             findings[place] = interpreters.server_of(
                 kind.name, there, interpreters.running_environment(), devices
             )
     bad = [one for some in findings.values() for one in some if one.verdict is not Verdict.GOOD]
     return problems, list(dict.fromkeys(bad))
+
+
+def _place(launched: tuple[EngineKind, str | None]) -> tuple[str, str]:
+    """Return the kind of a launched server, and its interpreter."""
+    kind, python = launched
+    return kind.name, kind.interpreter(python)
 
 
 async def _environments(
