@@ -171,7 +171,7 @@ def test_adapters_are_used_by_their_keepers_only() -> None:
 
 def test_policies_that_share_servers_have_one_keeper_of_each() -> None:
     attached = {"kind": "sglang", "urls": [f"http://server-{number}:30000" for number in range(3)]}
-    own = {"model": MODEL, "engine": attached}
+    own = {"model": {"path": "/models/qwen"}, "engine": attached}
     policies = {
         "solver": {**own, "lora": {"rank": 4}},
         "critic": {**own, "lora": {"rank": 8}},
