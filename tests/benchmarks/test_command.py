@@ -63,6 +63,7 @@ def test_every_benchmark_ends_by_it() -> None:
     sides = {
         f"benchmarks/{side}.py"
         for side in (
+            "comlrl/comlrl_side",
             "end_to_end/trl_side",
             "papers/psro/openspiel",
             "papers/psro/openspiel_learned",
