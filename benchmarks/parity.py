@@ -27,10 +27,10 @@ from rich.table import Table
 from scipy import stats
 
 from benchmarks.command import finish, run_program, scratch
-from benchmarks.end_to_end.trl_process import trl_command, trl_environment, trl_steps
+from benchmarks.end_to_end.trl_process import trl_command, trl_steps
 from benchmarks.end_to_end.troupe_side import cluster, job, run
 from benchmarks.end_to_end.workload import DTYPES, SMALL, Work, save_model
-from benchmarks.references import TRL, reference_python
+from benchmarks.references import TRL, peer_environment, reference_python
 from troupe.contracts import metric_names
 
 SEEDS: Final = 5
@@ -57,7 +57,7 @@ def trl_curve(python: Path, model: Path, work: Work) -> Curve:
         stderr=subprocess.DEVNULL,
         text=True,
         timeout=_TRL_SECONDS,
-        env=trl_environment(threads=1),
+        env=peer_environment(threads=1),
     )
     return [step["reward"] for step in trl_steps(done.stdout.splitlines())]
 

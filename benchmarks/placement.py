@@ -172,7 +172,7 @@ def devices_used(spec: JobSpec, devices: Sequence[Device]) -> set[int]:
     for worker, some in enumerate(given.rollouts):
         engines = EngineDevices(some)
         for name, policy in spec.policies.items():
-            if name in followers(spec):  # its engines are those of another policy
+            if name in followers(spec):  # another policy's engines serve it
                 continue
             for number in range(engine_count(policy)):
                 engine = f"readme.{name}.{number}@rollout-{worker}"

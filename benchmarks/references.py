@@ -55,6 +55,11 @@ def reference_python(packages: Sequence[str], directory: Path, apart: str = "") 
     return binary
 
 
+def peer_environment(threads: int) -> dict[str, str]:
+    """Return a peer's environment variables: this process's, with a thread budget of its own."""
+    return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+
+
 def _install(binary: Path, packages: Sequence[str]) -> None:
     command = [str(binary), "-m", "pip", "install", "--quiet", *packages]
     try:

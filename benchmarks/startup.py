@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +42,7 @@ _JOB: Final = Path("troupe/demo/job.yaml")
 _STEPS: Final = 3
 _START_SECONDS: Final = 300.0
 _STEP_SECONDS: Final = 600.0
+_LOOK_SECONDS: Final = 0.5
 _MODELS: Final = """
 import sys
 from troupe.demo.models import make_model, make_tokenizer
@@ -97,6 +98,23 @@ def _name_of(process: psutil.Process) -> str:
     return words[words.index("-m") + 1] if "-m" in words[:-1] else process.name()
 
 
+@contextlib.asynccontextmanager
+async def looking(look: Callable[[], None]) -> AsyncIterator[None]:
+    """Call `look` in a thread, every half second."""
+
+    async def repeat() -> None:
+        while True:
+            await asyncio.to_thread(look)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 @contextlib.contextmanager
 def cluster(data_dir: Path) -> Iterator[tuple[subprocess.Popen[Any], float]]:
     """`troupe up` in `data_dir`, and the time of its launch."""
@@ -133,30 +151,26 @@ async def follow(run: Run, process: int, began: float, state: ClusterState, mode
     job = apply_assignments(_JOB.read_text(), changes)
     spec = parse_job(json.dumps({k: job[k] for k in job if k not in ("evaluation", "checkpoint")}))
 
-    async def sample() -> None:
-        while True:
-            run.last = await asyncio.to_thread(usage_of, process, names)
-            run.memory_mib = max(run.memory_mib, run.last.memory_mib)
-            await asyncio.sleep(0.5)
+    def look() -> None:
+        run.last = usage_of(process, names)
+        run.memory_mib = max(run.memory_mib, run.last.memory_mib)
 
-    async with AsyncClient(state.orchestrator_address) as client:
-        sampling = asyncio.create_task(sample())
-        try:
-            async with asyncio.timeout(_STEP_SECONDS):
-                handle = await client.submit(spec)
-                async for event in handle.watch():
-                    if not isinstance(event, MetricsLogged):
-                        continue
-                    run.steps.append(time.monotonic() - began)
-                    if len(run.steps) == 1:
-                        run.first_step_seconds = run.steps[0]
-                        run.first_step_cpu_seconds = usage_of(process).cpu_seconds
-                    if event.step >= _STEPS:
-                        break
-                await handle.result(timeout=60)
-        finally:
-            sampling.cancel()
-            await asyncio.gather(sampling, return_exceptions=True)
+    async with (
+        AsyncClient(state.orchestrator_address) as client,
+        looking(look),
+        asyncio.timeout(_STEP_SECONDS),
+    ):
+        handle = await client.submit(spec)
+        async for event in handle.watch():
+            if not isinstance(event, MetricsLogged):
+                continue
+            run.steps.append(time.monotonic() - began)
+            if len(run.steps) == 1:
+                run.first_step_seconds = run.steps[0]
+                run.first_step_cpu_seconds = usage_of(process).cpu_seconds
+            if event.step >= _STEPS:
+                break
+        await handle.result(timeout=60)
 
 
 def measure(data_dir: Path, models: Path | None) -> Run:

@@ -12,14 +12,14 @@ an object per part:
 - `tokens_over_one_policy`, `per_cpu_second`: by number of roles, tokens per second, and per CPU
   second of the process, of all roles together, as ratios of one policy's with as many turns;
   medians of rounds, in which all alternate. `one_policy`: its tokens per CPU second.
-- `adapter_over_bare`: one policy's tokens per CPU second with an adapter over those of the bare
-  base with as many turns: an adapter that is merged into a copy of the base costs nothing per
-  token. `merge_cpu_seconds`, `update_cpu_seconds`: of making and verifying that copy, and of
+- `adapter_over_bare`: one policy's tokens per CPU second with an adapter, divided by the figure of
+  the bare base with as many turns. An adapter that is merged into a copy of the base costs nothing
+  per token. `merge_cpu_seconds`, `update_cpu_seconds`: of making and verifying that copy, and of
   loading an adapter next to the base.
 - `updates` under turns of four roles; `first_token_ms`: from the publication of an adapter to the
-  end of its first turn of one token. `wrong_versions`: turns whose log-probs are not those of
-  merged weights of the version that they name, or that name several or an old one; `lost_turns`:
-  failed ones. Both must be 0.
+  end of its first turn of one token. `wrong_versions`: turns that name several versions or an old
+  one, or whose log-probs differ from the merged weights of the version that they name;
+  `lost_turns`: turns that failed. Both must be 0.
 """
 
 from __future__ import annotations
@@ -309,8 +309,8 @@ def wrong(
     prompts: Mapping[str, list[int]],
     answers: Sequence[tuple[str, int, EngineResponse]],
 ) -> int:
-    """Return how many answers are not those of merged weights of the one version that they name, or
-    name a version older than at their start."""
+    """Return the number of answers that name several versions, or one older than at their start, or
+    that differ from the merged weights of the version that they name."""
     base, _ = team.transfer.get(base_key(JOB, team._base))
     model = skeleton(AutoConfig.for_model(**team.plan.config), team.plan.dtype, BARE)
     by_version: dict[tuple[str, int], list[EngineResponse]] = {}

@@ -45,8 +45,8 @@ from benchmarks.command import end, finish, progress, run_program, scratch
 from benchmarks.end_to_end.troupe_side import job
 from benchmarks.end_to_end.workload import SMALL, Size, Work, save_model
 from benchmarks.parity import compare
-from benchmarks.references import reference_python
-from benchmarks.startup import cluster, usage_of, wait_ready
+from benchmarks.references import peer_environment, reference_python
+from benchmarks.startup import cluster, looking, usage_of, wait_ready
 from troupe.client import AsyncClient, MetricsLogged
 from troupe.contracts import metric_names
 from troupe.job import JobSpec
@@ -59,7 +59,6 @@ ROWS: Final = {
     "comlrl": "CoMLRL, same sampling and batches",
     "comlrl_defaults": "CoMLRL, its defaults",
 }
-_SAMPLE_SECONDS: Final = 0.5
 _RUN_SECONDS: Final = 3600.0
 
 
@@ -135,25 +134,12 @@ async def troupe_window(directory: Path, model: Path, work: Work) -> Window:
     with cluster(directory / "cluster") as (process, launched):
         window = Window(launched, process.pid, work.samples * len(AGENTS), [], [])
         state = await asyncio.to_thread(wait_ready, process, directory / "cluster")
-
-        async def look() -> None:
-            while True:
-                await asyncio.sleep(_SAMPLE_SECONDS)
-                await asyncio.to_thread(window.look)
-
-        async with AsyncClient(state.orchestrator_address) as client:
-            looking = asyncio.create_task(look())
-            try:
-                handle = await client.submit(team_job("comlrl", model, work))
-                async for event in handle.watch():
-                    if isinstance(event, MetricsLogged) and (
-                        metric_names.STEP_SECONDS in event.values
-                    ):
-                        window.step(event.values[metric_names.REWARD_MEAN])
-                await handle.result(timeout=60)
-            finally:
-                looking.cancel()
-                await asyncio.gather(looking, return_exceptions=True)
+        async with AsyncClient(state.orchestrator_address) as client, looking(window.look):
+            handle = await client.submit(team_job("comlrl", model, work))
+            async for event in handle.watch():
+                if isinstance(event, MetricsLogged) and metric_names.STEP_SECONDS in event.values:
+                    window.step(event.values[metric_names.REWARD_MEAN])
+            await handle.result(timeout=60)
     return window
 
 
@@ -185,7 +171,7 @@ def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"},
+        env=peer_environment(threads=1),
     )
     try:
         yield process

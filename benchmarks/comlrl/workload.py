@@ -1,7 +1,7 @@
 """The work of both sides: a team of two, its task, its joint reward, its models.
 
-A task is a word of eight letters. The first agent is to write letters of its first half, the second
-one those of its second half; the reward of both is the mean of the two shares.
+A task is a word of eight letters. The first agent should write letters of its first half, and the
+second agent letters of its second half; both earn the mean of their shares.
 """
 
 from __future__ import annotations

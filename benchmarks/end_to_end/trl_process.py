@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from typing import Any, Final, Self
 
 from benchmarks.command import end
 from benchmarks.end_to_end.workload import Work
+from benchmarks.references import peer_environment
 
 # Rounds are requested one by one, so that this many steps are never done.
 _ENDLESS: Final = 1_000_000
@@ -26,11 +26,6 @@ def trl_command(python: Path, model: Path, work: Work, *, threads: int, wait: in
         *(str(model), json.dumps(work.as_dict())),
         *(word for name, value in numbers.items() for word in (name, str(value))),
     ]
-
-
-def trl_environment(threads: int) -> dict[str, str]:
-    """Return its environment: this process's, with its own thread budget."""
-    return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
 
 
 def trl_steps(lines: Iterable[str]) -> list[dict[str, Any]]:
@@ -51,7 +46,7 @@ class Trl:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=trl_environment(threads),
+            env=peer_environment(threads),
         )
 
     def round(self) -> float:

@@ -40,7 +40,7 @@ class PlanView(views.View):
     hosts: int
     seconds_with_one_more_host: float | None
     shared: list[str]
-    """What policies that share engines save, as text."""
+    """Savings of policies that share engines, as text."""
     measured: list[str]
     """The measurements behind the prediction, as text."""
     assumed: list[str]

@@ -155,7 +155,7 @@ class Specification(View):
     resolved: str
     """With its defaults filled in."""
     changeable: dict[str, Any]
-    """Its values that may change when the job is resumed, by path."""
+    """Values that a resume may change, by path."""
 
 
 class HostUtilization(View):

@@ -417,7 +417,7 @@ async def test_port_in_use_names_port_and_remedy(server, echo: Echo) -> None:
 
 async def test_calls_survive_a_restart_of_the_server(echo: Echo) -> None:
     settings = ServiceSettings(drain_seconds=0.2)
-    patient = ClientSettings(retry=RetryPolicy(max_attempts=50, max_backoff=0.2))
+    patient = ClientSettings(retry=RetryPolicy(max_attempts=None, max_backoff=0.2))
     async with serve(echo, settings) as server:
         port = server.settings.port
         channel = connect(server.address, patient)

@@ -133,7 +133,7 @@ class JobPlan:
     more_seconds: float | None = None
     """Seconds per step with one more host; None: not requested, or nothing fits."""
     shared: Sequence[str] = ()
-    """What policies that share engines save, for people."""
+    """Savings of policies that share engines, for people."""
     measured: Sequence[str] = ()
     assumed: Sequence[str] = ()
     """The basis of the times, for people."""

@@ -91,7 +91,7 @@ class ServingEngine(ABC):
     process read them through one mapping, whose pages are looked up once."""
 
     host_class: ClassVar[type[EngineHost]] = EngineHost
-    """What engines of this kind stand on."""
+    """Class of the hosts of this kind's engines."""
 
     def __init__(
         self,

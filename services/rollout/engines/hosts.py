@@ -18,7 +18,7 @@ _NO_SPECS: Final[Mapping[str, PolicySpec]] = MappingProxyType({})
 
 
 class EngineHost:
-    """One server, or one model of this process, under the engines of one or several policies."""
+    """Host of engines: one server, or one model of this process, for one or several policies."""
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from troupe import tensors
 from troupe.algorithms.losses import PreferenceWeights
@@ -35,6 +34,7 @@ from troupe.mixtures import RoutingShape
 from troupe.prefixes import column_value
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.workflow.token_ids import TokenIds
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -118,12 +118,9 @@ class Row:
 
     @property
     def prompt_digest(self) -> int:
-        """64-bit hash of the prompt, as `TokenIds.digest` in workflows."""
-        hasher = xxhash.xxh3_64(self.ids[: self.prompt_length].astype("<i8").data)
-        if self.payloads:
-            hasher.update(repr(self.payloads).encode())
-        found: int = hasher.intdigest()
-        return found
+        """64-bit hash of the prompt: workflows name it so, too."""
+        ids = self.ids[: self.prompt_length].astype(np.int32)
+        return TokenIds(ids, self.payloads).digest
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,9 @@ from services.rollout.engines.weights import (
     check_base,
     check_published,
     require_checksum,
-    with_base,
 )
 from troupe.job import PolicySpec
 from troupe.rpc.errors import Internal, TroupeError
-from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.backend import Sampling
 
@@ -292,11 +290,8 @@ class EmbeddedEngine(ServingEngine):
         if not self._host.holds(adapted.base.ref.checksum):
             await asyncio.to_thread(check_base, adapted, model)
 
-    def _read(
-        self, ref: common_pb.WeightsRef, transfer: Transfer
-    ) -> tuple[Tensors, Adapted | None]:
-        tensors, _ = transfer.get(ref.key, expected_checksum=ref.checksum)
-        return tensors, with_base(tensors, ref, transfer, self._host.base)
+    def _known_base(self) -> BaseWeights | None:
+        return self._host.base
 
     async def _prepared(
         self, tensors: Tensors, ref: common_pb.WeightsRef, adapted: Adapted | None

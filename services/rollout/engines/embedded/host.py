@@ -68,7 +68,7 @@ class HostedEngine(Protocol):
 
 
 class EmbeddedHost(EngineHost):
-    """One model and its batcher in this process, under the engines of one or several policies.
+    """Host of embedded engines: one model and its batcher, for one or several policies.
 
     The model's own weights change between two passes; keys and values of running turns are computed
     again. Adapters over them are loaded next to each other, and a turn ends with the one that it
@@ -91,7 +91,7 @@ class EmbeddedHost(EngineHost):
     ) -> None:
         """`specs`: by policy, in the job's order, of one base and with equal `engine` sections.
         The others: see `EmbeddedEngine`."""
-        super().__init__(host_id, specs, engine_class)
+        super().__init__(host_id, specs, engine_class, host=self)
         self._policy, self._spec = next(iter(self.specs.items()))
         self._threads = threads
         self._deterministic = deterministic
@@ -113,11 +113,6 @@ class EmbeddedHost(EngineHost):
         self.progress_at = time.monotonic()
         # Serializes starts, sleep, and loads of the model's own weights.
         self._changing = asyncio.Lock()
-
-    def engine(self, engine_id: str, policy: str) -> Any:
-        """Return the engine (`EmbeddedEngine`) of a policy on this model, not started."""
-        assert self._engine_class is not None
-        return self._engine_class(engine_id, policy, self.specs[policy], host=self)
 
     @property
     def held_devices(self) -> frozenset[int]:

@@ -30,7 +30,7 @@ SLOT_SECONDS: Final = 3600.0
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """What turns are generated with: an adapter by the server's name and its version; the base of
+    """Weights that generate a turn: an adapter by the server's name and its version; the base of
     adapters, without a name, as a version; or, both None, whole weights, whose version the server
     reports."""
 

@@ -57,12 +57,12 @@ class Standing(Protocol):
         """The server is gone, with all turns."""
 
     def host_doubted(self, reason: str) -> None:
-        """What the server holds is unknown."""
+        """Distrust the weights in the server, which are unknown."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a probe found. `gone`: it does not even answer. `misses`: probes in a row that it
+    """Result of a probe. `gone`: it does not even answer. `misses`: probes in a row that it
     missed, this one included."""
 
     number: int = 0
