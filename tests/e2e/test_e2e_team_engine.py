@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.e2e.conftest import House
 from tests.e2e.test_e2e_lora import base as base
 from tests.support.tiny_team import job
-from troupe.client.records import Engine
+from troupe.client.records.cluster import Engine
 
 ROLES = ("solver", "checker", "judge")
 STEPS = 10
