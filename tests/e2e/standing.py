@@ -95,7 +95,7 @@ class Standing:
         return run_cli(*arguments, "--cluster", self.address)
 
 
-async def ended(handle: AsyncJobHandle, seconds: float = 90) -> Ended:
+async def ended(handle: AsyncJobHandle, seconds: float = PATIENCE) -> Ended:
     """Wait until the job has ended."""
     job = await handle.wait(timeout=seconds)
     notices = [e.text async for e in handle.watch() if isinstance(e, Notice)]

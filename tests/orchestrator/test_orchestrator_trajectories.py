@@ -1,6 +1,8 @@
 """How trajectories are kept for looking at."""
 
+import asyncio
 import random
+import threading
 import zlib
 from pathlib import Path
 
@@ -8,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.state.trajectories import take_tokens
+from services.orchestrator.state.trajectories import KeptTrajectories, take_tokens
+from tests.support.waiting import PATIENCE
+from troupe.contracts import conversations
 from troupe.contracts.conversations import ConversationLog, TrajectoryFilter, pack, unpack
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
 def conversation(
@@ -195,3 +200,41 @@ def test_a_search_that_reads_much_ends_its_page_early(tmp_path: Path) -> None:
         page, pages = log.page(10, page.token, wanted), pages + 1
     assert [one.trajectory_id for one in page.summaries] == ["t0"]
     assert pages == 3
+
+
+async def test_conversations_whose_writer_is_cancelled_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation cancels the task that shows its progress and writes what has ended so far."""
+    begun, goes_on, append = threading.Event(), threading.Event(), conversations._append
+
+    def slowly(path: Path, data: bytes) -> int:
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+        return append(path, data)
+
+    monkeypatch.setattr(conversations, "_append", slowly)
+    kept = KeptTrajectories(None, None, tmp_path, max_bytes=2**20, tokens_cap=0)  # type: ignore[arg-type]
+    buffer = kept.buffer("job", 0, "evaluate")
+    buffer.add(rollout_pb.TrajectoryEvent(query_id="q", trajectory_id="early"))
+    progress = asyncio.create_task(buffer.flush())
+    await asyncio.to_thread(begun.wait, PATIENCE)
+    progress.cancel()
+    await asyncio.wait([progress])
+    assert progress.cancelled()
+    buffer.add(rollout_pb.TrajectoryEvent(query_id="q", trajectory_id="late"))
+    last = asyncio.create_task(buffer.flush())
+    goes_on.set()
+    await last
+    found = await kept.page(orchestrator_pb.ListTrajectoriesRequest(job_id="job"), 10)
+    assert [one.trajectory_id for one in found.summaries] == ["late", "early"]
+
+    # One that is cancelled before its thread begins has taken them, too.
+    buffer.add(rollout_pb.TrajectoryEvent(query_id="q", trajectory_id="later"))
+    progress = asyncio.create_task(buffer.flush())
+    await asyncio.sleep(0)
+    progress.cancel()
+    await asyncio.wait([progress])
+    await buffer.flush()
+    found = await kept.page(orchestrator_pb.ListTrajectoriesRequest(job_id="job"), 10)
+    assert [one.trajectory_id for one in found.summaries] == ["later", "late", "early"]

@@ -48,7 +48,7 @@ class Client:
         return queued
 
     async def invoke(
-        self, name: str, timeout: float = 60, waiters: int = 1, **arguments: Any
+        self, name: str, timeout: float = PATIENCE, waiters: int = 1, **arguments: Any
     ) -> reward_pb.InvokeResponse:
         request = reward_pb.InvokeRequest(
             invocation_id=new_id(),

@@ -10,6 +10,7 @@ from services.rollout.engines.errors import EngineDied, lost_turn
 from services.rollout.engines.requests import DeviceSpeed, EngineResponse, VersionSpan
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.serving.router import PolicyRouter, StickyRoute
+from tests.support.waiting import PATIENCE
 from troupe.job import RoutingSpec
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.backend import Sampling
@@ -125,7 +126,7 @@ def ask(
     router: PolicyRouter,
     name: str,
     home: StickyRoute | None = None,
-    seconds: float = 5,
+    seconds: float = PATIENCE,
     prompt: int = 10,
     **kind: Any,
 ) -> asyncio.Task[EngineResponse]:

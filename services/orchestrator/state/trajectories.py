@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -201,6 +201,7 @@ class TrajectoryBuffer:
         self._step = step
         self._kind = kind
         self._events: OrderedDict[str, rollout_pb.TrajectoryEvent] = OrderedDict()
+        self._writing: asyncio.Task[None] | None = None
 
     def add(self, event: rollout_pb.TrajectoryEvent) -> None:
         """Add an ended trajectory if its conversation is kept; others have nothing to show."""
@@ -211,8 +212,23 @@ class TrajectoryBuffer:
             self._events.popitem(last=False)
 
     async def flush(self) -> None:
-        """Write the added trajectories."""
+        """Write the added trajectories. They are written even if the caller is cancelled meanwhile;
+        the next call waits for them."""
         events, self._events = self._events, OrderedDict()
+        if not events and self._writing is None:
+            return
+        writing = self._writing = asyncio.create_task(self._write(events, self._writing))
+        await asyncio.shield(writing)
+        if self._writing is writing:
+            self._writing = None
+
+    async def _write(
+        self,
+        events: Mapping[str, rollout_pb.TrajectoryEvent],
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
         found = [
             Kept(
                 summary=summarize(event, step=self._step, evaluation=self._kind != "train"),

@@ -41,7 +41,7 @@ from tests.rollout.engines.models import (
 from tests.rollout.engines.real_server import interpreter
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.interpreters import SGLANG, environment
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.backend import Sampling
@@ -56,7 +56,7 @@ class Stage:
     transfer: Transfer
 
     async def ask(
-        self, name: str, ids: list[int], seconds: float = 30, **sampling: object
+        self, name: str, ids: list[int], seconds: float = PATIENCE, **sampling: object
     ) -> EngineResponse:
         params = Sampling(**{"max_new_tokens": 8, **sampling})  # type: ignore[arg-type]
         return await self.engine.generate(name, ids, params, deadline_seconds=seconds)

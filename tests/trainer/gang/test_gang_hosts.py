@@ -22,7 +22,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.specifications import HostSpecification
 from tests.chassis.test_model_files import ELSEWHERE, OtherHost
 from tests.support.training import save_tokenizer
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.trainer.gang.test_gang import PLAIN, alone, assert_close, gang_spec, rows_of
 from troupe.functions.shipped import open_shipped
 from troupe.functions.sources import digest
@@ -169,7 +169,7 @@ async def test_a_gang_trains_where_one_host_had_neither_model_nor_code(
         finally:
             await asyncio.to_thread(gangs.close)
             other.terminate()
-            assert await asyncio.to_thread(other.wait, 60) == 0
+            assert await asyncio.to_thread(other.wait, PATIENCE) == 0
 
 
 def _check(gangs: Gangs, spec: JobSpec, submitted: JobSpec, head: Head) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from tests.support.processes import ports_of
 from tests.support.training import tiny_config
+from tests.support.waiting import PATIENCE
 from tests.trainer.gang.test_gang import gang_spec
 from tests.trainer.stage import Trainer, TrainingStage, fill_up
 from troupe.job import JobSpec
@@ -50,8 +51,8 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-async def gone(processes: list[psutil.Process], seconds: float = 15) -> None:
-    async with asyncio.timeout(seconds):
+async def gone(processes: list[psutil.Process]) -> None:
+    async with asyncio.timeout(PATIENCE):
         while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -212,7 +213,7 @@ async def test_no_rank_outlives_its_lead(
         children = gang_of(lead.pid)
         assert len(ranks(lead.pid)) == 2
         lead.send_signal(number)
-        await asyncio.to_thread(lead.wait, 30)
+        await asyncio.to_thread(lead.wait, PATIENCE)
         assert lead.returncode == (0 if number == signal.SIGTERM else -number)
         await gone(children)
     finally:
