@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from troupe.contracts import kinds
 from troupe.rpc import Aborted, TroupeError
-from troupe.transfer.flat_buckets import FlatBucket, JoinedGroup, flat_buckets
+from troupe.transfer.flat_buckets import FlatBucket, JoinedGroup, Meeting, flat_buckets
 from troupe.transfer.formats import format_of
 from troupe.v1 import trainer_pb2 as trainer_pb
 
@@ -80,16 +80,32 @@ class UpdateGroups:
         limit = timedelta(seconds=_READY_SECONDS)
         store = TCPStore("0.0.0.0", 0, size, is_master=True, timeout=limit, wait_for_workers=False)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
+        form = format_of(receivers[0].wanted.format)
+        with self._typed(name):
+            unique_id = form.unique_id()
         where = trainer_pb.UpdateGroup(
-            name=name, host=self._host, port=store.port, backend=backend, world_size=size
+            name=name,
+            host=self._host,
+            port=store.port,
+            backend=backend,
+            world_size=size,
+            unique_id=unique_id,
         )
         for one, offset in zip(receivers, itertools.accumulate(ranks, initial=1), strict=False):
             where.rank_offset = offset
             one.tell(trainer_pb.SendWeightsEvent(group=where))
-        seconds = _GROUP_SECONDS[backend]
+        meeting = Meeting(
+            name,
+            store,
+            backend,
+            size,
+            self._device,
+            seconds=_GROUP_SECONDS[backend],
+            join_seconds=_READY_SECONDS,
+            unique_id=unique_id,
+        )
         with self._typed(name):
-            form = format_of(receivers[0].wanted.format)
-            group = form.join(name, store, backend, size, seconds)
+            group = form.join(meeting)
         self._groups[name] = _OpenGroup(group, store, ranks)
         log.info("engines joined a group", group=name, ranks=ranks, backend=backend)
 

@@ -22,6 +22,8 @@ import torch
 
 from services.rollout.engines.servers.direct import DirectLoader, other_versions
 from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.server import SglangServer
+from services.rollout.engines.vllm.server import VllmServer
 from services.rollout.engines.weights import load_config
 from services.trainer import sending
 from tests.rollout.engines.real_server import interpreter
@@ -33,7 +35,7 @@ from tests.trainer.stage import Trainer, TrainingStage
 from troupe.doctor.interpreters import Environment
 from troupe.job import JobSpec, PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
-from troupe.transfer.flat_buckets import JoinedGroup, flat_buckets
+from troupe.transfer.flat_buckets import JoinedGroup, Meeting, flat_buckets
 from troupe.transfer.formats.sglang import SglangFormat, flattened
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -224,8 +226,15 @@ async def test_a_server_with_another_nccl_gets_nothing_by_broadcast(
         assert "NCCL 2.30.7" in told
         source.device, loader._setting = "cpu", "broadcast"
         loader._refused.clear()
-        assert other_versions(source, replace(SERVER, packages={"torch": "2.14.1"}))
-        assert not other_versions(source, replace(SERVER, packages={"torch": "2.13.0+cpu"}))
+        packages = SglangServer.group_packages
+        assert other_versions(source, replace(SERVER, packages={"torch": "2.14.1"}), packages)
+        same = replace(SERVER, packages={"torch": "2.13.0+cpu"})
+        assert not other_versions(source, same, packages)
+        # vLLM's workers join by NCCL itself.
+        source.device = "cuda"
+        other = replace(SERVER, packages={"torch": "2.14.1", "nvidia-nccl-cu13": "2.29.7"})
+        assert other_versions(source, other, packages)
+        assert not other_versions(source, other, VllmServer.group_packages)
 
 
 async def test_a_launched_server_of_another_torch_is_updated_by_the_next_way(
@@ -324,7 +333,7 @@ class BrokenFormat(SglangFormat):
     def __init__(self, fails: str) -> None:
         self.group = BrokenGroup(fails)
 
-    def join(self, name: str, store: Any, backend: str, size: int, seconds: float) -> JoinedGroup:
+    def join(self, meeting: Meeting) -> JoinedGroup:
         if self.group.fails == "join":
             raise torch.distributed.DistStoreError("wait timeout")
         return self.group

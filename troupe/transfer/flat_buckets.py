@@ -59,6 +59,25 @@ def _joined(bucket: list[tuple[str, torch.Tensor]], device: torch.device) -> Fla
     return FlatBucket(joined, shapes)
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes of a group meet.
+
+    `store`: a TCPStore of the trainer's. `backend`: "nccl" or "gloo". `size`: ranks, with the
+    trainer's. `seconds`: the group's own limit on an operation. `join_seconds`: how long servers
+    may take to join. `unique_id`: see `BucketFormat.unique_id`.
+    """
+
+    name: str
+    store: Any
+    backend: str
+    size: int
+    device: torch.device
+    seconds: float
+    join_seconds: float
+    unique_id: bytes = b""
+
+
 class JoinedGroup(ABC):
     """A process group of the trainer, which is rank 0, and the ranks of servers."""
 
@@ -79,7 +98,10 @@ class BucketFormat(ABC):
         """An encoding of the bucket by handles of its memory, for one reader on this host: nothing
         is copied. The bucket must be kept until all readers have read theirs."""
 
+    def unique_id(self) -> bytes:
+        """An id that servers are given to join a new group; empty if they meet at the store."""
+        return b""
+
     @abstractmethod
-    def join(self, name: str, store: Any, backend: str, size: int, seconds: float) -> JoinedGroup:
-        """Join a group of `size` ranks that meet at `store` (a TCPStore), as rank 0. `backend`:
-        "nccl" or "gloo". `seconds`: the group's own limit on an operation. Blocking."""
+    def join(self, meeting: Meeting) -> JoinedGroup:
+        """Join a group as rank 0. Blocking. Raises RuntimeError and ValueError."""

@@ -220,6 +220,7 @@ class UpdateGroup(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     RANK_OFFSET_FIELD_NUMBER: _builtins.int
+    UNIQUE_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     port: _builtins.int
@@ -228,6 +229,8 @@ class UpdateGroup(_message.Message):
     world_size: _builtins.int
     rank_offset: _builtins.int
     """The first of the server's ranks."""
+    unique_id: _builtins.bytes
+    """NCCL's id of the group, in formats whose servers join by it; else empty: they meet at the port."""
     def __init__(
         self,
         *,
@@ -237,10 +240,11 @@ class UpdateGroup(_message.Message):
         backend: _builtins.str = ...,
         world_size: _builtins.int = ...,
         rank_offset: _builtins.int = ...,
+        unique_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "host", b"host", "name", b"name", "port", b"port", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "host", b"host", "name", b"name", "port", b"port", "rank_offset", b"rank_offset", "unique_id", b"unique_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

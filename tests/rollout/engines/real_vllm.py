@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.rollout.engines.models import CONFIG
 
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 # Its kernels for CPUs have no heads of 8.
 TINY: dict[str, Any] = {**CONFIG, "hidden_size": 64, "head_dim": 32}
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from services.rollout.engines.vllm.replies import (
     reply_of,
     routes_of,
 )
-from services.rollout.engines.vllm.server import VllmServer, sampling_of
+from services.rollout.engines.vllm.server import PICKLES, TRANSFER, VllmServer, sampling_of
 from tests.rollout.engines.models import policy_spec
 from troupe.mixtures import RoutingShape
 from troupe.workflow.backend import Sampling
@@ -309,3 +311,52 @@ def test_a_launched_server_is_started_for_what_its_policy_needs() -> None:
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in VllmServer.variables(
         Launch(spec, "/m", 1, 256)
     )
+
+
+def test_a_server_takes_weights_from_a_trainers_devices_as_it_was_started() -> None:
+    phases = ("init_weight_transfer_engine", "start_weight_update", "update_weights")
+    paths = [*PATHS, *(f"/{phase}" for phase in phases), "/finish_weight_update"]
+    features = VllmFeatures.of({"paths": {path: {} for path in paths}})
+    pickles = {"VLLM_ALLOW_INSECURE_SERIALIZATION": True}
+    for backend, environment, ranks, device, ways in (
+        ("nccl", {}, 2, "cuda", {"directory", "broadcast"}),
+        ("ipc", pickles, 1, "cuda", {"directory", "ipc"}),
+        ("ipc", {}, 1, "cuda", {"directory"}),
+        ("ipc", pickles, 2, "cuda", {"directory"}),
+        ("sharded_rdt", pickles, 1, "cuda", {"directory"}),
+        ("nccl", pickles, 1, "cpu", {"directory"}),
+        (None, pickles, 1, "cuda", {"directory"}),
+    ):
+        transfer = None if backend is None else {"backend": backend}
+        asked = config(tensor_parallel_size=ranks, device=device)
+        asked["weight_transfer_config"] = transfer  # type: ignore[assignment]
+        assert description_of(features, asked, environment).ways == ways, (backend, ranks, device)
+        older = VllmFeatures.of(document())
+        assert description_of(older, asked, environment).ways == {"directory"}
+
+
+@pytest.mark.parametrize(
+    ("update", "colocate", "ranks", "backend"),
+    [
+        ("auto", False, 4, "nccl"),
+        ("auto", True, 1, "ipc"),
+        ("auto", True, 2, None),  # NCCL joins no two ranks on one GPU, handles reach one rank
+        ("ipc", False, 1, "ipc"),
+        ("broadcast", True, 2, "nccl"),
+        ("disk", False, 1, None),
+    ],
+)
+def test_a_server_on_gpus_is_started_for_the_way_that_reaches_it(
+    update: str, colocate: bool, ranks: int, backend: str | None
+) -> None:
+    spec = policy_spec(kind="vllm", update=update, tensor_parallel=ranks)
+    launch = Launch(spec.model_copy(update={"colocate": colocate}), "m", 1, 64, gpu=True)
+    command = VllmServer.command(launch)
+    if backend is None:
+        assert TRANSFER not in command
+    else:
+        given = command[command.index(TRANSFER) + 1]
+        assert json.loads(given) == {"backend": backend}
+    assert (PICKLES in VllmServer.variables(launch)) == (backend == "ipc")
+    for other in (replace(launch, gpu=False), replace(launch, adapters=AdapterNeeds(8, ["q"], 2))):
+        assert TRANSFER not in VllmServer.command(other)

@@ -337,7 +337,7 @@ class EngineSpec(Section):
     server, over HTTP to an attached one. `auto`: from GPU to GPU `ipc` to a server that sees the
     trainer's GPU and `broadcast` to others; else, and where that fails, `disk` to a server of this
     host, which reads the published file in place, or `tensor`; only what the server
-    supports (vLLM: `disk`)."""
+    supports (vLLM: no `tensor`)."""
     in_flight: Literal["keep", "restart"] = "keep"
     """Turns that are running when new weights arrive. `keep`: continue; each token records its
     version. `restart`: abort and repeat, so that every turn has one version."""

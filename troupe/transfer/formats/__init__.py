@@ -13,6 +13,7 @@ from troupe.transfer.flat_buckets import BucketFormat
 
 FORMATS: Final[dict[str, str]] = {
     "sglang": "troupe.transfer.formats.sglang:SglangFormat",
+    "vllm": "troupe.transfer.formats.vllm:VllmFormat",
 }
 """Import paths: a trainer loads the formats that its servers ask for."""
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.multiprocessing.reductions import reduce_tensor
 
-from troupe.transfer.flat_buckets import BucketFormat, FlatBucket, JoinedGroup
+from troupe.transfer.flat_buckets import BucketFormat, FlatBucket, JoinedGroup, Meeting
 
 # Where the number of the device is among the arguments that rebuild a tensor of a GPU.
 _DEVICE: Final = 6
@@ -38,21 +38,22 @@ class SglangFormat(BucketFormat):
         """See `BucketFormat.handles`."""
         return handles(flattened(bucket))
 
-    def join(self, name: str, store: Any, backend: str, size: int, seconds: float) -> JoinedGroup:
+    def join(self, meeting: Meeting) -> JoinedGroup:
         """See `BucketFormat.join`. As SGLang's `init_custom_process_group` does: beside the groups
         of a gang, whose default group has other ranks, if there is one."""
         from torch.distributed import distributed_c10d as c10d
 
         group, _ = c10d._new_process_group_helper(
-            size,
+            meeting.size,
             0,
             [],
-            dist.Backend(backend),
-            PrefixStore(name, store),
-            group_name=name,  # type: ignore[arg-type]
-            timeout=timedelta(seconds=seconds),
+            dist.Backend(meeting.backend),
+            PrefixStore(meeting.name, meeting.store),
+            group_name=meeting.name,  # type: ignore[arg-type]
+            timeout=timedelta(seconds=meeting.seconds),
         )
-        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # type: ignore[index]
+        ranks = {rank: rank for rank in range(meeting.size)}
+        c10d._world.pg_group_ranks[group] = ranks  # type: ignore[index]
         return _TorchGroup(group)
 
 

@@ -184,7 +184,8 @@ class DirectLoader(Loader):
         able = way in described.ways and described.names_versions
         if not able or self._setting not in ("auto", way) or way in self._refused:
             return None
-        if way == "broadcast" and (why := other_versions(source, self._environment)):
+        packages = self._server.group_packages
+        if way == "broadcast" and (why := other_versions(source, self._environment, packages)):
             self._refused.add(way)
             url, other = self._server.url, self._other.way
             log.warning("%s: no weights by broadcast, but by %s: %s", url, other, why)
@@ -209,14 +210,17 @@ class DirectLoader(Loader):
         log.warning("%s: no weights by %s, but by %s: %s", url, way, other, error)
 
 
-def other_versions(source: common_pb.DeviceWeights, server: Environment | None) -> str:
-    """Say why a trainer and a server form no process group: torch or, on GPUs, NCCL are of other
-    versions. Empty: they do, or it is unknown."""
+def other_versions(
+    source: common_pb.DeviceWeights, server: Environment | None, packages: Collection[str]
+) -> str:
+    """Say why a trainer and a server form no process group: some of `packages` ("torch" and, on
+    GPUs, "NCCL") have other versions. Empty: they do, or it is unknown."""
     if server is None:
         return ""
     pairs = {"torch": (source.torch, server.packages.get("torch", ""))}
     if source.device == "cuda":
         pairs["NCCL"] = (source.nccl, server.nccl or "")
+    pairs = {name: both for name, both in pairs.items() if name in packages}
     # Builds of one version ("2.13.0+cpu") understand each other.
     bare = {what: [one.partition("+")[0] for one in both] for what, both in pairs.items()}
     if not any(all(both) and len(set(both)) > 1 for both in bare.values()):

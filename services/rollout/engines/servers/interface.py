@@ -7,10 +7,10 @@ sleep, health, launching and attaching.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
@@ -259,6 +259,8 @@ class InferenceServer(ABC):
     bucket_format: ClassVar[str] = ""
     """How the trainer encodes tensors for `ipc` and joins groups for `broadcast`: a name in
     `troupe.transfer.formats`."""
+    group_packages: ClassVar[Collection[str]] = ("torch", "NCCL")
+    """What must have the same version in the trainer to form process groups with it."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -379,14 +381,17 @@ class InferenceServer(ABC):
         """End it, also after a client that died in the middle of an update."""
         return
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """Several calls that load weights."""
         await self.begin_update()
         try:
             yield
-        finally:
-            await self.end_update()
+        except BaseException:
+            with contextlib.suppress(*SERVER_ERRORS):  # servers may have ended it, and say so
+                await self.end_update()
+            raise
+        await self.end_update()
 
     @abstractmethod
     async def load_directory(self, path: str, name: str, num_bytes: int, *, flush: bool) -> None:

@@ -19,6 +19,7 @@ from services.rollout.engines.servers.interface import (
     ServerReply,
     Unfit,
     VersionName,
+    Way,
     logprobs_of,
 )
 from troupe.mixtures import RoutingShape
@@ -29,6 +30,15 @@ _NEEDED: Final[Mapping[str, str]] = {
     "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
     "/pause": "VLLM_SERVER_DEV_MODE=1",
 }
+# The phases of a transfer from a trainer's devices.
+_TRANSFER: Final = frozenset(
+    {
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    }
+)
 # Log-probs after the temperature, under which tokens are drawn.
 LOGPROBS: Final = "processed_logprobs"
 
@@ -39,12 +49,14 @@ class VllmFeatures:
 
     `version_call`: weights can be named. `adapters`: LoRA adapters can be loaded while it runs.
     `checksum`: it computes checksums of its weights. `memory`: it can release weights and cache.
+    `transfer`: it takes weights from a trainer's devices, in four phases.
     """
 
     version_call: bool
     adapters: bool
     checksum: bool
     memory: bool
+    transfer: bool
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> VllmFeatures:
@@ -60,6 +72,7 @@ class VllmFeatures:
             version_call={"/update_weight_version", "/weight_info"} <= set(paths),
             adapters="/v1/load_lora_adapter" in paths,
             checksum="/weight_checker" in paths,
+            transfer=set(paths) >= _TRANSFER,
             memory={"/sleep", "/wake_up", "/release_kv_cache_memory"} <= set(paths),
         )
 
@@ -82,8 +95,9 @@ def description_of(
                 f"its log-probs are '{model['logprobs_mode']}', without the temperature",
                 f"Start it with --logprobs-mode {LOGPROBS}.",
             )
+        ways: set[Way] = {"directory", *_direct_ways(features, config, environment, ranks)}
         return ServerDescription(
-            ways=frozenset({"directory"}),
+            ways=frozenset(ways),
             keeps_cache=True,
             names_versions=features.version_call,
             frees_memory=features.memory and bool(model["enable_sleep_mode"]),
@@ -97,6 +111,20 @@ def description_of(
         )
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenReply(f"/server_info lacks what engines need: {error!r}") from error
+
+
+def _direct_ways(
+    features: VllmFeatures, config: Mapping[str, Any], environment: Mapping[str, Any], ranks: int
+) -> frozenset[Way]:
+    """The way from a trainer's devices that the server was started for, if any."""
+    backend = (config.get("weight_transfer_config") or {}).get("backend")
+    if not features.transfer or config["device_config"]["device"] != "cuda":
+        return frozenset()
+    if backend == "nccl":
+        return frozenset({"broadcast"})
+    # Handles of one GPU reach the rank on that GPU alone, and are a pickle.
+    pickles = bool(environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION"))
+    return frozenset({"ipc"}) if backend == "ipc" and ranks == 1 and pickles else frozenset()
 
 
 def _limits(lora: Mapping[str, Any]) -> AdapterLimits:

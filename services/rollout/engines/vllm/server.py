@@ -7,6 +7,7 @@ do is read from its own OpenAPI document and `/server_info`, never from its vers
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
@@ -36,6 +37,8 @@ from services.rollout.engines.vllm.replies import (
 from troupe.checkpoints.adapters import AdapterContent
 from troupe.disks import Scratch
 from troupe.mixtures import RoutingShape
+from troupe.transfer.formats import vllm as encoding
+from troupe.v1 import trainer_pb2 as trainer_pb
 from troupe.workflow.token_ids import TokenIds
 
 # For the one token of `probe`; a busy server answers a little later.
@@ -43,6 +46,9 @@ PROBE_SECONDS: Final = 10.0
 ROUTED_EXPERTS: Final = "--enable-return-routed-experts"
 # Without it a server has no calls that load and unload adapters.
 RUNTIME_ADAPTERS: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+# How it takes weights from a trainer's devices, and what handles need besides.
+TRANSFER: Final = "--weight-transfer-config"
+PICKLES: Final = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _GENERATE: Final = "/inference/v1/generate"
 # `/abort_requests` wants the id that the engine knows.
 _KEY: Final = "generate-tokens-{}"
@@ -72,11 +78,14 @@ class VllmServer(HttpServer):
         "slots": "--max-loras",
     }
     name_option: ClassVar[str] = "--served-model-name"
+    bucket_format: ClassVar[str] = "vllm"
+    group_packages: ClassVar[Collection[str]] = ("NCCL",)
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._features: VllmFeatures | None = None
         self._model: str | None = None
+        self._by_handles = False
         # Directories of loaded adapters: the server reads one again after it has evicted it.
         self._adapters: dict[str, Scratch] = {}
 
@@ -115,6 +124,7 @@ class VllmServer(HttpServer):
             *(["--enable-sleep-mode"] if launch.memory else []),
             *([ROUTED_EXPERTS] if launch.routed_experts else []),
             *([] if launch.adapters is None else cls.adapter_arguments(launch.adapters)),
+            *cls._transfer_arguments(launch),
             *launch.extra_arguments,
         ]
 
@@ -127,9 +137,29 @@ class VllmServer(HttpServer):
             "VLLM_NO_USAGE_STATS": "1",
             **({} if launch.adapters is None else {RUNTIME_ADAPTERS: "1"}),
             **({"VLLM_BATCH_INVARIANT": "1"} if launch.deterministic else {}),
+            # Handles of tensors are a pickle.
+            **({PICKLES: "1"} if cls._transfer(launch) == "ipc" else {}),
             # Else its threads are bound to the first cores, those of every other server.
             **({} if launch.gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}),
         }
+
+    @classmethod
+    def _transfer_arguments(cls, launch: Launch) -> list[str]:
+        backend = cls._transfer(launch)
+        return [] if backend is None else [TRANSFER, f'{{"backend": "{backend}"}}']
+
+    @staticmethod
+    def _transfer(launch: Launch) -> str | None:
+        """The one way from a trainer's devices that the server is started for: on the trainer's own
+        GPU by handles, which reach one rank; between GPUs by NCCL."""
+        engine = launch.spec.engine
+        if not launch.gpu or launch.adapters is not None:
+            return None
+        if engine.update == "auto":
+            if not launch.spec.colocate:
+                return "nccl"
+            return "ipc" if engine.tensor_parallel == 1 else None
+        return {"ipc": "ipc", "broadcast": "nccl"}.get(engine.update)
 
     @classmethod
     def adapter_arguments(cls, needs: AdapterNeeds) -> list[str]:
@@ -151,6 +181,7 @@ class VllmServer(HttpServer):
         found = description_of(
             self._features, info.get("vllm_config") or {}, info.get("vllm_env") or {}
         )
+        self._by_handles = "ipc" in found.ways
         self._model = await self.served_name()
         return found
 
@@ -296,6 +327,51 @@ class VllmServer(HttpServer):
         await self._call("reload_weights", seconds, kwargs={"weights_path": path})
         if flush:
             await self.flush_cache()
+
+    async def begin_update(self) -> None:
+        """See `InferenceServer.begin_update`. A server that takes handles is told how they come."""
+        if self._by_handles:
+            info: Json = {"init_info": {"packed": True}}
+            await self._send("POST", "/init_weight_transfer_engine", info)
+        await self._send("POST", "/start_weight_update")
+
+    async def end_update(self) -> None:
+        """See `InferenceServer.end_update`. Refused unless an update has begun and none of its
+        calls has failed."""
+        await self._send("POST", "/finish_weight_update", {})
+
+    async def join_group(self, group: trainer_pb.UpdateGroup) -> None:
+        """See `InferenceServer.join_group`. Waits for the trainer and all others."""
+        info = {
+            "nccl_unique_id_b64": base64.b64encode(group.unique_id).decode(),
+            "rank_offset": group.rank_offset,
+            "world_size": group.world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": encoding.BUFFER_BYTES,
+            "packed_num_buffers": 1,
+        }
+        await self._send("POST", "/init_weight_transfer_engine", {"init_info": info})
+
+    async def leave_group(self, name: str) -> None:
+        """See `InferenceServer.leave_group`. There is one at a time."""
+        del name
+        await self._send("POST", "/shutdown_weight_transfer_engine")
+
+    async def load_handles(self, bucket: trainer_pb.WeightBucket, num_bytes: int) -> None:
+        """See `InferenceServer.load_handles`."""
+        await self._update(bucket, num_bytes)
+
+    async def load_broadcast(
+        self, group: str, bucket: trainer_pb.WeightBucket, num_bytes: int
+    ) -> None:
+        """See `InferenceServer.load_broadcast`."""
+        del group
+        await self._update(bucket, num_bytes)
+
+    async def _update(self, bucket: trainer_pb.WeightBucket, num_bytes: int) -> None:
+        info = encoding.as_update(bucket)
+        seconds = seconds_for(num_bytes)
+        await self._send("POST", "/update_weights", {"update_info": info}, seconds=seconds)
 
     async def load_adapter(self, name: str, content: AdapterContent, *, shared: bool) -> None:
         """See `InferenceServer.load_adapter`. As files, which the server must see."""
