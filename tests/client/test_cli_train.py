@@ -161,7 +161,7 @@ def test_a_cluster_that_runs_is_used_and_left_running(standing: Project, run_her
     status, out, _ = run_here(standing, "status", "--json")
     report = json.loads(out)
     assert status == 0
-    assert all(s["healthy"] and s["rss_bytes"] > 2**20 for s in report["services"])
+    assert all(s["healthy"] and s["memory_bytes"] > 2**20 for s in report["services"])
     assert len(report["services"]) == 7
     status, out, _ = run_here(standing, "status")
     assert status == 0

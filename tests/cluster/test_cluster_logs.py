@@ -118,6 +118,14 @@ def test_a_disk_without_room_makes_some(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "noisy.log.1").exists()
 
 
+def test_a_log_that_cannot_be_rotated_does_not_keep_others_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "noisy.log"
+    path.write_bytes(b"x" * (2 * LIMIT))
+    with pytest.raises(IsADirectoryError):
+        logs.rotate_all([tmp_path, path])
+    assert path.stat().st_size < LIMIT
+
+
 async def test_the_supervisor_rotates_what_its_children_print(tmp_path: Path) -> None:
     noisy = SERVER.replace(
         "http.server.HTTPServer(",

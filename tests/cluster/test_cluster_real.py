@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.ports import free_port
@@ -105,6 +106,11 @@ async def test_a_head_at_any_host_serves_its_services_its_panel_and_its_metrics(
         state = cluster.state
         reports = await inspect(state, timeout=PATIENCE)
         assert [(one.record.name, one.reason) for one in reports if not one.healthy] == []
+        for one in reports:
+            if one.record.name in CORE:
+                # Pages that it shares with the process that it was forked from count in part.
+                resident = psutil.Process(one.record.pid).memory_info().rss
+                assert 2**20 < one.memory_bytes < 0.75 * resident
         assert all(
             one.record.address.startswith(f"{shown}:")
             for one in reports

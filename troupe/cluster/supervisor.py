@@ -9,7 +9,7 @@ from pathlib import Path
 
 from troupe.cluster.child import GROUP_EXIT_SECONDS, Child
 from troupe.cluster.layout import ChildSpec
-from troupe.cluster.logs import CHECK_SECONDS, SUPERVISOR_LOG, open_log, rotate
+from troupe.cluster.logs import CHECK_SECONDS, SUPERVISOR_LOG, open_log, rotate_all
 from troupe.processes.forked import ForkServer, can_fork
 from troupe.rpc.errors import TroupeError
 
@@ -130,8 +130,7 @@ class Supervisor:
         told = ""
         while True:
             try:
-                for log in self._logs:
-                    await asyncio.to_thread(rotate, log)
+                await asyncio.to_thread(rotate_all, self._logs)
             except OSError as error:
                 if told != (told := str(error)):
                     _log.warning("logs are not rotated: %s", error)

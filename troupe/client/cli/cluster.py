@@ -175,11 +175,11 @@ def _print_status(console: Console, state: ClusterState, reports: list[ServiceRe
             _health(report),
             record.address,
             str(record.pid or "-"),
-            size(report.rss_bytes),
+            size(report.memory_bytes),
             str(record.restarts),
         )
     console.print(table)
-    console.print(f"memory in all {size(sum(r.rss_bytes for r in reports))}", highlight=False)
+    console.print(f"memory in all {size(sum(r.memory_bytes for r in reports))}", highlight=False)
     if state.panel_url:
         console.print(f"panel {state.panel_url}", highlight=False)
     if link := sign_in_link(state):
@@ -319,7 +319,7 @@ def _status_json(
                 **r.record.model_dump(mode="json", exclude={"created"}),
                 "healthy": r.healthy,
                 "reason": r.reason,
-                "rss_bytes": r.rss_bytes,
+                "memory_bytes": r.memory_bytes,
             }
             for r in reports
         ],
