@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +50,21 @@ async def opened(**options: Any) -> AsyncIterator[tuple[Any, list[str]]]:
         )
         yield page, faults
         await browser.close()
+
+
+async def findings(page: Any, view: str, pictures: Path) -> list[tuple[str, str, list[Any]]]:
+    """What axe-core finds in a page, at all severities, and whether it scrolls sideways.
+
+    Keeps a picture of it, whose path begins with `pictures`."""
+    from axe_playwright_python.async_playwright import Axe
+
+    await page.screenshot(
+        path=f"{pictures}-{view.strip('#').replace(' ', '-')}.png", full_page=True
+    )
+    results = await Axe().run(page)
+    found = [
+        (view, one["id"], [node["target"] for node in one["nodes"]][:3])
+        for one in results.response["violations"]
+    ]
+    wide = await page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    return [*found, (view, f"{wide} px too wide", [])] if wide > 0 else found

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.control_panel.chromium import needs_chromium, opened
+from tests.control_panel.chromium import findings, needs_chromium, opened
 from tests.control_panel.conftest import Panel
 from troupe.v1 import common_pb2 as common_pb
 
@@ -25,22 +24,6 @@ VIEWS = [
     "#plan",
     "docs",
 ]
-
-
-async def findings(page: Any, view: str, pictures: Path) -> list[tuple[str, str, list[Any]]]:
-    """What axe-core finds in a page, and whether it scrolls sideways; keeps a picture of it."""
-    from axe_playwright_python.async_playwright import Axe
-
-    await page.screenshot(
-        path=f"{pictures}-{view.strip('#').replace(' ', '-')}.png", full_page=True
-    )
-    results = await Axe().run(page)
-    found = [
-        (view, one["id"], [node["target"] for node in one["nodes"]][:3])
-        for one in results.response["violations"]
-    ]
-    wide = await page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    return [*found, (view, f"{wide} px too wide", [])] if wide > 0 else found
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

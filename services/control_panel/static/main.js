@@ -59,11 +59,11 @@ let spec = null;
 
 // --- views ----------------------------------------------------------------------------------
 
-const VIEWS = [...document.querySelectorAll("main")].map((node) => node.dataset.view);
+const VIEWS = [...document.querySelectorAll("main[data-view]")].map((node) => node.dataset.view);
 const view = () => (VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "run");
 
 function showView() {
-  for (const node of document.querySelectorAll("main")) node.hidden = node.dataset.view !== view();
+  for (const node of document.querySelectorAll("main[data-view]")) node.hidden = node.dataset.view !== view();
   for (const link of document.querySelectorAll("#views a")) {
     if (link.getAttribute("href") === `#${view()}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
