@@ -138,7 +138,7 @@ def test_hgpo_is_the_papers_formula(seed: int, alpha: float) -> None:
             assert found[i] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_an_observation_that_nobody_else_had_is_compared_with_nothing() -> None:
+def test_hgpo_gives_no_advantage_to_an_observation_that_only_one_turn_had() -> None:
     turns = [("q", "a", "A", 3.0), ("q", "b", "B", 1.0)]
     assert advantages("hgpo", turns) == [0.0, 0.0]
     assert advantages("gigpo", turns, scale_by_std=False) == [1.0, -1.0]

@@ -94,7 +94,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def made(said: io.StringIO, kind: str, seconds: float = PATIENCE) -> Outcome:
-    """What comes of the made part."""
+    """Return the result of the part that the test has made."""
     return run(kind, ["made_part", kind], seconds, Console(file=said))
 
 

@@ -102,7 +102,7 @@ def test_without_an_audit_nothing_is_claimed() -> None:
     assert (one.lost, one.duplicated) == (None, None)
 
 
-def test_nothing_is_compared_where_nothing_was_promised() -> None:
+def test_weights_are_compared_only_in_deterministic_runs_with_a_baseline() -> None:
     other = outcome(versions={"solver": (3, "other")})
     assert report(other, deterministic=False).bitwise_equal is None
     assert report(other, deterministic=False).passed

@@ -53,7 +53,7 @@ def test_everything_that_can_go_wrong_does() -> None:
 
 
 @given(seed=st.integers(), kinds=st.sets(st.sampled_from(KINDS)))
-def test_only_what_was_asked_for_is_planned(seed: int, kinds: set[str]) -> None:
+def test_a_schedule_has_only_the_requested_faults(seed: int, kinds: set[str]) -> None:
     for one in first(20, seed, frozenset(kinds)):
         assert one.kind in kinds
         assert 0.5 <= one.pause <= 3

@@ -98,7 +98,7 @@ async def test_time_number_and_bytes_are_bounded() -> None:
     assert len(cache) == 1
 
 
-async def test_the_last_to_leave_is_told_and_close_ends_what_runs() -> None:
+async def test_the_last_caller_to_leave_calls_abandoned_and_close_cancels_running_calls() -> None:
     cache = IdempotencyCache()
     left: list[str] = []
 
@@ -168,7 +168,7 @@ async def test_an_id_is_short() -> None:
     assert len(cache) == 0
 
 
-async def test_nothing_of_a_request_stays_with_its_answer() -> None:
+async def test_a_cached_answer_does_not_keep_its_request_alive() -> None:
     """A task keeps its context, and with it whatever the call bound there."""
     cache = IdempotencyCache()
     bound: contextvars.ContextVar[Large] = contextvars.ContextVar("bound")

@@ -84,7 +84,7 @@ def test_sigint_while_starting_stops_cleanly(launch: Launch) -> None:
         ("terminate", "PermissionError: "),
     ],
 )
-def test_nothing_that_runs_in_a_service_ends_it(
+def test_a_service_survives_whatever_a_call_raises(
     launch: Launch, tmp_path: Path, order: str, said: str | None
 ) -> None:
     port_file = tmp_path / "ports"

@@ -104,7 +104,7 @@ def _sum_of_pauses(faults: Faults, calls: int) -> float:
     return sum(faults.pause() for _ in range(calls))
 
 
-def test_nothing_is_drawn_when_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_faults_are_injected_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FAULTS_VARIABLE, raising=False)
     assert faults_of("127.0.0.1:1") is None
 

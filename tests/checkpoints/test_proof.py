@@ -133,7 +133,7 @@ def test_right_weights_pass_with_other_roundings_than_the_measured_one(name: str
 
 
 def wrong(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Its values in another order; those of a constant are changed by a half."""
+    """Return its values in another order; a constant's values change by a half."""
     values = tensor.float()
     if float(values.std()) > 1e-3:
         order = torch.randperm(values.numel(), generator=generator)

@@ -100,7 +100,7 @@ def test_conversations_of_a_stopped_cluster_come_from_its_directory(
     assert "900 characters" in run("conversations", "old", "--full", "--limit", "1")[1]
 
 
-def test_what_is_not_there_is_named(run: Run, stopped: Path) -> None:
+def test_an_unknown_trajectory_and_a_missing_cluster_are_named(run: Run, stopped: Path) -> None:
     status, _, err = run("conversations", "old", "z")
     assert status == 2
     assert "trajectory_id = z" in err

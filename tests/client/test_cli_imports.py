@@ -185,7 +185,7 @@ def problems_of(err: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines)
 
 
-def test_what_a_trial_of_the_workflow_and_the_models_lack_are_lines_together(
+def test_problems_of_the_workflow_s_trial_and_of_models_are_listed_together(
     run: Run, job_yaml: str, tmp_path: Path
 ) -> None:
     path = job(job_yaml, team=CARELESS, tasks=TASKS)

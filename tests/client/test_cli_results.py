@@ -220,7 +220,7 @@ def test_an_unknown_command_hints_at_the_group_that_has_it(
 
 
 def completions(*words: str, **environment: str) -> tuple[list[str], str]:
-    """What a bash that completes the last word is told, and its stderr."""
+    """Return the completions that bash offers for the last word, and its stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "troupe.client.cli"],
         env={

@@ -48,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def greedy(folder: Path, question: str, tokens: int) -> str:
-    """What transformers generates for a question."""
+    """Return the text that transformers generates for a question."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     asked = tokenizer.apply_chat_template(
@@ -108,7 +108,7 @@ def test_an_adapter_plays_on_its_base(run: Run, here: Path) -> None:
     assert (here / "adapter/adapter_config.json").is_file()
 
 
-def test_what_is_no_model_and_no_job_is_refused(run: Run, here: Path) -> None:
+def test_a_policy_that_is_neither_a_model_nor_a_job_is_refused(run: Run, here: Path) -> None:
     (here / "empty").mkdir()
     for given in ("./empty", "./nowhere", "mine@x"):
         status, _, err = run("workflow", "try", "job.yaml", "--policy", given)

@@ -1,4 +1,4 @@
-"""What programs read of jobs: tables of metrics, conversations, comparisons, events as text."""
+"""Results of jobs in a program: tables of metrics, conversations, comparisons, events as text."""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ def test_without_waiting_a_handle_is_returned_and_the_cluster_stays(project: Pro
     ("tasks", "held_out", "message"),
     [("words.jsonl", 0.1, "`tasks` has none"), ([{"n": 1}], 1, "neither a fraction nor rows")],
 )
-def test_held_out_rows_that_are_none_are_refused(tasks: Any, held_out: float, message: str) -> None:
+def test_an_invalid_share_of_held_out_rows_is_refused(
+    tasks: Any, held_out: float, message: str
+) -> None:
     with pytest.raises(InvalidArgument, match=message) as caught:
         train(workflow="a:b", tasks=tasks, agents={}, policies={}, steps=1, held_out=held_out)
     assert caught.value.field == "held_out"

@@ -39,7 +39,7 @@ def test_a_directory_that_cannot_be_written_is_named(
     assert f"error: {tmp_path}/file/models cannot be written: Not a directory." in said
 
 
-def test_an_error_that_is_not_of_files_stays_what_it_is() -> None:
+def test_an_os_error_without_a_file_is_raised_unchanged() -> None:
     with pytest.raises(OSError, match="no such model"), ending_in_a_line():
         raise OSError("no such model")
 

@@ -220,7 +220,7 @@ def test_an_own_directory_is_made_or_closed(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_sweep_touches_nothing_of_others(tmp_path: Path) -> None:
+def test_a_sweep_keeps_other_users_directories_and_targets_of_links(tmp_path: Path) -> None:
     made_by(NOBODY, tmp_path / "troupe-x-theirs", 0o700)
     precious = tmp_path / "precious"
     precious.mkdir()

@@ -210,7 +210,7 @@ def test_each_process_sees_its_own_devices_and_no_others() -> None:
     assert specs["rollout-0"].environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-def test_without_devices_nothing_is_said_of_them() -> None:
+def test_without_devices_no_variable_names_visible_ones() -> None:
     for spec in _plan(ClusterSettings(devices="")):
         assert "CUDA_VISIBLE_DEVICES" not in spec.environment
 
@@ -218,7 +218,7 @@ def test_without_devices_nothing_is_said_of_them() -> None:
 HEAD = HeadAddresses("head:50051", "head:7", "head:8")
 
 
-def test_a_head_has_no_workers_and_a_node_has_nothing_else() -> None:
+def test_a_head_has_no_workers_and_a_node_has_only_workers() -> None:
     settings = ClusterSettings(role="head", host="0.0.0.0", advertise="head.example")
     specs = {s.name: s for s in _plan(settings)}
     assert set(specs) == {"redis", *CORE, "control_panel"}

@@ -1,4 +1,4 @@
-"""What services import before they are forked, and which of them are forked."""
+"""Imports of services before they are forked, and which services are forked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def specs(**settings: object) -> dict[str, ChildSpec]:
 
 
 def imported(*modules: str) -> dict[str, object]:
-    """What a fresh process has after importing `modules`, and calling a "module:function"."""
+    """Return the modules, threads and scanned directories of a fresh process that has imported
+    `modules`, and called those of the form "module:function"."""
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", IMPORTS, *modules],

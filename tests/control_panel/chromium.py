@@ -53,7 +53,7 @@ async def opened(**options: Any) -> AsyncIterator[tuple[Any, list[str]]]:
 
 
 async def findings(page: Any, view: str, pictures: Path) -> list[tuple[str, str, list[Any]]]:
-    """What axe-core finds in a page, at all severities, and whether it scrolls sideways.
+    """Return axe-core's findings in a page, at all severities, and whether it scrolls sideways.
 
     Keeps a picture of it, whose path begins with `pictures`."""
     from axe_playwright_python.async_playwright import Axe

@@ -290,7 +290,7 @@ async def test_nine_evaluations_are_few_tiles_and_a_chart_that_can_be_read(
             await expect(tiles.nth(3 + i)).to_contain_text(f"pass@1 on set{i + 1}")
         await expect(tiles.last).to_contain_text("5further evaluations")
 
-        # Of each evaluation one line; no interval but that of the name pointed at.
+        # One line per evaluation; an interval only for the name under the pointer.
         chart = page.locator("#chart-evaluation")
         shown = chart.locator(".legend [aria-pressed=true]")
         await expect(shown).to_have_count(9)

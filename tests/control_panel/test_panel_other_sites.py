@@ -141,7 +141,7 @@ async def test_yaml_and_json_that_say_so_are_taken(panel: Panel) -> None:
         assert reply.status_code == 201, reply.text
 
 
-async def test_every_answer_says_what_browsers_must_keep_to(panel: Panel) -> None:
+async def test_every_answer_has_the_security_headers_for_browsers(panel: Panel) -> None:
     asked: list[dict[str, str]] = [{}, {"Host": "evil.example"}, {"Origin": "null"}]
     for path, headers in itertools.product([*PATHS, "/api/x"], asked):
         told = (await panel.http.get(path, headers=headers)).headers

@@ -21,7 +21,7 @@ async def planned(panel: Panel, query: str, spec: dict[str, Any] | None = None) 
 
 
 def placed(one: dict[str, Any]) -> Any:
-    """What a split gives to each policy, without what is predicted of it."""
+    """Return the devices that a split gives to each policy, without predictions."""
     given = ("replicas", "tensor_parallel", "gang")
     policies = {name: [p[key] for key in given] for name, p in one["policies"].items()}
     return one["engine_devices"], one["training_devices"], one["engine_hosts"], policies

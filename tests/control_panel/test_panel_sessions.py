@@ -104,7 +104,7 @@ def test_codes_and_sessions_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not LinkCodes(SecretStr(TOKEN)).redeem(code)
 
 
-def test_settings_name_what_the_panel_is_called() -> None:
+def test_settings_list_the_panel_s_host_names() -> None:
     assert PanelSettings(panel_hosts="a").host_names == {"a", "127.0.0.1"}
 
 

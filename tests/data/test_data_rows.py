@@ -331,7 +331,7 @@ def test_a_mixture_holds_out_all_that_its_sources_hold_out(many: str) -> None:
         {"mix": {"x": {"dataset": "b.csv"}}, "max_tokens": {"q": 3}},
     ],
 )
-def test_a_mixture_is_of_sources_and_nothing_else(tasks: dict[str, Any]) -> None:
+def test_a_mixture_with_invalid_sources_or_fields_is_refused(tasks: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"exactly one|`max_tokens` needs a `dataset`"):
         JobTasksSpec.model_validate(tasks)
 

@@ -83,7 +83,7 @@ def test_texts_may_be_joined_as_they_are() -> None:
     assert texts(demonstrations_of(row, who, template=False), who) == [("a", f"bc{END}")]
 
 
-def test_a_reply_is_what_the_template_shows_of_it() -> None:
+def test_a_demonstrated_reply_is_the_text_that_the_template_renders() -> None:
     """Thoughts of earlier replies are cut; of the last one, too, by this template."""
     who = roles("solver", template=THINKING)
     spoken = [HELLO[0], {"role": "assistant", "content": "hm</think>hello"}]

@@ -1,8 +1,8 @@
 """An image installs all packages that its modules import.
 
 A service's image has the packages of `deploy/requirements/SERVICE.txt`, a user's program at least
-those of `troupe` without extras. Developers have all of them, so that other tests do not notice
-what an import drags along.
+the packages of `troupe` without extras. Developers have all packages, so that other tests do not
+notice when an import needs more.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def commands(text: str) -> list[str]:
 
 
 def install_lines() -> list[InstallLine]:
-    """Those of all files but tests and the changelog, whose lines are history."""
+    """Return the lines of all files except tests and the changelog, whose lines are history."""
     kinds = ("*.md", "*.py", "*.yaml", "*.yml", "*Dockerfile", ":!tests", ":!CHANGELOG.md")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *kinds]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -50,7 +50,7 @@ def test_targets_of_make_that_people_are_told_exist() -> None:
 
 
 def test_circles_of_imports_are_found(tmp_path: Path) -> None:
-    """Those of functions, and those that a package's own imports close while it is loaded."""
+    """Also circles of imports within functions, and circles that a package's own imports close."""
     files = {
         "troupe/one/__init__.py": "from troupe.one.app import main",
         "troupe/one/app.py": "from troupe.two import demo",

@@ -150,7 +150,7 @@ async def test_three_players_whose_best_responses_begin_again(house: House) -> N
 
 
 async def test_a_population_of_networks_survives_the_orchestrator(house: House) -> None:
-    """Off-policy: buffer, members, payoffs and meta-strategies equal those of an undisturbed
+    """Off-policy: buffer, members, payoffs and meta-strategies equal the results of an undisturbed
     run."""
     text = job(policies={"player": {"network": DQN}})
     quiet = await house.client.submit(text)

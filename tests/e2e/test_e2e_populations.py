@@ -93,10 +93,8 @@ async def test_a_population_survives_the_orchestrator(house: House, tmp_path: Pa
     assert not audit.violations, audit
 
 
-async def test_payoffs_of_a_game_are_computed_of_what_members_say(
-    house: House, tmp_path: Path
-) -> None:
-    """As computed from outside with the same members."""
+async def test_payoffs_are_computed_from_the_members_answers(house: House, tmp_path: Path) -> None:
+    """They equal the payoffs that a program computes with the same members."""
     path = make_model(tmp_path / "model")
     handle = await house.client.submit(job(path, game="kuhn_poker"))
     record = await handle.wait(timeout=400)

@@ -126,7 +126,7 @@ async def test_a_synchronous_framework_runs_in_a_thread(stage: Stage) -> None:
     assert [t.agent for t in event.turns] == ["checker"] * 2
 
 
-async def test_sampling_and_what_is_told_of_it(stage: Stage) -> None:
+async def test_a_client_s_sampling_options_apply_and_are_reported(stage: Stage) -> None:
     stage.script.speak = in_turn(says("abc##def"), says("abc"))
     seen: dict[str, Any] = {}
 

@@ -155,7 +155,7 @@ async def test_an_option_that_is_not_followed_is_refused_by_name(path: str) -> N
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_options_that_ask_for_nothing_are_taken(path: str) -> None:
+async def test_options_with_neutral_values_are_accepted(path: str) -> None:
     async with served() as one:
         for name, values in TAKEN.items():
             for value in values:
@@ -177,7 +177,7 @@ async def test_options_that_ask_for_nothing_are_taken(path: str) -> None:
         (CHAT, {"add_special_tokens": False}),
     ],
 )
-async def test_options_that_ask_for_nothing_in_one_api_are_taken_there(
+async def test_neutral_options_of_one_api_are_accepted_there(
     path: str, asks: dict[str, Any]
 ) -> None:
     async with served(chat=make_chat(TOOLED)) as one:

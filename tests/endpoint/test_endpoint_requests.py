@@ -174,7 +174,7 @@ async def test_a_clients_seed_differs_between_the_trajectories_of_a_group() -> N
 
 
 @pytest.mark.parametrize("by", ["job", "client"])
-async def test_an_option_decides_who_says_how_tokens_are_drawn(by: Any) -> None:
+async def test_an_option_decides_whether_job_or_client_sets_the_sampling(by: Any) -> None:
     asks = {"temperature": 0.0, "top_p": 0.5, "top_k": 3}
     with capture_logs() as logs:
         async with served(options=EndpointOptions(sampling=by)) as one:
@@ -239,7 +239,7 @@ PROMISES: Sequence[tuple[dict[str, Any], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("asks", "kept", "broken", "field"), PROMISES)
-async def test_a_lenient_endpoint_tells_the_model_and_shows_what_is_not_kept(
+async def test_a_lenient_endpoint_reports_constraints_that_a_reply_breaks(
     asks: dict[str, Any], kept: str, broken: str, field: str
 ) -> None:
     async with served(kept, broken, broken, options=LENIENT) as one:

@@ -132,7 +132,7 @@ def test_modules_that_are_not_shipped_come_from_the_installation(
         load_attribute("shipped_team.flow:play", "workflow")
 
 
-def test_an_edit_elsewhere_forgets_none_of_it(versions: list[ShippedCode]) -> None:
+def test_an_edit_of_a_file_does_not_unload_shipped_modules(versions: list[ShippedCode]) -> None:
     with using(versions[0]):
         load_attribute("shipped_team.flow:play", "x")
     (versions[0].folder / "shipped_helper.py").write_text("NUMBER = 9")

@@ -65,7 +65,7 @@ def test_a_seed_is_an_episode(spec: NetworkSpec) -> None:
 
 
 @pytest.mark.parametrize("paradigm", ["ppo", "dqn"])
-def test_log_probs_are_those_of_what_was_drawn(paradigm: str) -> None:
+def test_log_probs_belong_to_the_drawn_actions(paradigm: str) -> None:
     learning: dict[str, Any] = {"paradigm": paradigm}
     if paradigm == "dqn":
         learning["epsilon"] = [0.5, 0.5]

@@ -107,7 +107,7 @@ def test_a_copy_that_has_ended_waits() -> None:
     ours.close()
 
 
-def test_two_step_pays_what_the_paper_says() -> None:
+def test_the_two_step_game_has_the_paper_s_rewards() -> None:
     for first, second, both in ((0, 0, 7), (1, 0, 0), (1, 1, 8)):
         environment = make_environment("two_step", 1)
         environment.reset(0)

@@ -37,7 +37,7 @@ def test_draws_have_their_probabilities_and_log_probs() -> None:
 
 
 @pytest.mark.parametrize("drawn", [0.0, 1 - 2**-24])
-def test_the_ends_of_the_unit_interval_draw_what_is_legal(
+def test_the_ends_of_the_unit_interval_draw_legal_actions(
     drawn: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, drawn))

@@ -154,7 +154,7 @@ def test_values_behind_the_end_of_an_episode_are_never_read(
 
 @pytest.mark.parametrize("paradigm", ["ppo", "mappo"])
 @pytest.mark.parametrize("off", [100.0, -100.0, 1000.0, -1000.0])
-def test_an_action_far_from_what_the_policy_does_leaves_its_weights_numbers(
+def test_weights_stay_finite_after_an_action_that_the_policy_hardly_takes(
     paradigm: str, off: float
 ) -> None:
     """Clipped decisions have no gradient, and the others learn."""

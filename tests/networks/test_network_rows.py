@@ -59,7 +59,7 @@ def fragment(
     turns=st.booleans(),
     leaving=st.booleans(),
 )
-def test_a_row_is_what_its_agent_decided(
+def test_a_row_has_its_agent_s_decisions(
     seed: int, lengths: list[list[int]], turns: bool, leaving: bool
 ) -> None:
     fragments = [

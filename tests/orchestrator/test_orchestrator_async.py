@@ -225,7 +225,7 @@ async def test_a_failure_in_a_later_step_ends_the_job_and_can_be_mended(cluster:
     await cluster.check_accounts(job_id, 6, POLICIES)
 
 
-async def test_a_skipped_update_holds_nobody_up(cluster: Cluster) -> None:
+async def test_a_skipped_update_does_not_delay_later_steps(cluster: Cluster) -> None:
     cluster.trainers[0].script.skip = frozenset({1, 2})
     job_id = await cluster.submit(async_yaml(pipeline__alpha=2))
     job = await cluster.wait(job_id)

@@ -65,7 +65,7 @@ async def test_engines_go_where_turns_wait_and_come_back(cluster: Cluster) -> No
     assert "moved from solver to checker in 0.0 s" in texts[0]
 
 
-async def test_nothing_moves_where_it_is_turned_off_or_nobody_has_one_to_spare(
+async def test_no_engine_moves_if_balancing_is_off_or_every_policy_has_its_minimum(
     cluster: Cluster,
 ) -> None:
     for text in (
@@ -151,7 +151,7 @@ async def test_an_orchestrator_that_comes_back_goes_on_from_what_it_finds(
     await cluster.wait(job_id)
 
 
-async def test_the_metrics_of_a_step_say_what_moved(cluster: Cluster) -> None:
+async def test_a_step_s_metrics_count_moved_engines(cluster: Cluster) -> None:
     [worker] = cluster.rollouts
     worker.script.waiting = {"checker": 6}
     worker.script.seconds = 1.5

@@ -108,7 +108,7 @@ async def test_steps_that_overlap_choose_one_after_another(cluster: Cluster) -> 
     assert {one.item for step in asked for one in step} == set(range(ITEMS))
 
 
-async def test_metrics_say_what_was_chosen(cluster: Cluster) -> None:
+async def test_metrics_report_the_chosen_tasks(cluster: Cluster) -> None:
     script = cluster.rollouts[0].script
     script.task_items, script.solved = (9,), solved
     job_id = await cluster.submit(curriculum_yaml(pipeline__steps=3))

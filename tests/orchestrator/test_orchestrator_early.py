@@ -34,7 +34,9 @@ def of_step(step: int) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "micro_batch"])
-async def test_each_step_but_the_first_is_begun_by_who_runs_it(cluster: Cluster, mode: str) -> None:
+async def test_each_query_of_later_steps_runs_on_the_worker_that_began_it(
+    cluster: Cluster, mode: str
+) -> None:
     other = await cluster.add_rollout()
     job_id = await cluster.submit(early_yaml(pipeline__mode=mode))
     await finish(cluster, job_id, STEPS)

@@ -60,7 +60,7 @@ async def test_a_deadline_says_what_it_waited_for() -> None:
         await deadline.wait(asyncio.sleep(10))  # no warning of a coroutine never awaited
 
 
-async def test_a_deadline_lets_timeouts_of_what_is_awaited_pass() -> None:
+async def test_a_deadline_passes_on_the_awaited_call_s_own_timeout() -> None:
     deadline = Deadline("step 3", 10, "limits.step_seconds")
     assert await deadline.wait(asyncio.sleep(0, "done")) == "done"
 
@@ -71,7 +71,7 @@ async def test_a_deadline_lets_timeouts_of_what_is_awaited_pass() -> None:
         await deadline.wait(own_timeout())
 
 
-async def test_attempts_end_at_once_for_what_nothing_cures() -> None:
+async def test_a_permanent_error_ends_attempts_at_once() -> None:
     attempts = RetryBackoff(Deadline("x", 10, "f"))
     with pytest.raises(InvalidArgument):
         await attempts.failed(InvalidArgument("wrong"))

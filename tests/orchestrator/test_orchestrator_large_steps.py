@@ -46,7 +46,7 @@ async def test_a_step_of_the_largest_size_does_not_block(cluster: Cluster) -> No
     await cluster.wait(job_id)
 
 
-async def test_a_step_beyond_sense_is_refused_and_nothing_is_stored(cluster: Cluster) -> None:
+async def test_absurd_sizes_of_steps_are_refused_and_nothing_is_stored(cluster: Cluster) -> None:
     for field, value in (
         ("pipeline__steps", 1 << 63),
         ("pipeline__queries_per_step", 10**9),

@@ -24,7 +24,9 @@ def manifests(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", ["micro_batch", "async"])
-async def test_a_manifest_names_what_belongs_together(cluster: Cluster, mode: str) -> None:
+async def test_a_manifest_names_the_versions_and_seed_of_its_step(
+    cluster: Cluster, mode: str
+) -> None:
     cluster.trainers[0].script.skip = frozenset({1})
     text = job_yaml(
         seed=5, pipeline__mode=mode, pipeline__steps=5, checkpoint__every=2, checkpoint__keep=2

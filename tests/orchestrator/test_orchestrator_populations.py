@@ -190,7 +190,7 @@ async def test_a_game_that_is_not_zero_sum_is_told_to_the_solver_of_those(
     assert (job.problem.kind, job.problem.field) == ("not_zero_sum", "population.meta_solver")
 
 
-async def test_payoffs_that_say_nothing_are_an_equilibrium(cluster: Cluster) -> None:
+async def test_equal_payoffs_are_an_equilibrium_that_ends_the_job(cluster: Cluster) -> None:
     for worker in cluster.rollouts:
         worker.script.reward = lambda ticket: {"alice": 0.0, "bob": 0.0}
     stop = {"improvement": 0.0, "patience": 1}

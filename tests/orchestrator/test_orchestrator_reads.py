@@ -217,7 +217,7 @@ async def test_a_trained_policy_scores(cluster: Cluster, done: str) -> None:
 async def test_a_call_that_names_a_policy_takes_the_name_of_an_agent_that_it_plays(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """As in the README: the agent `solver` is played by the policy `big`."""
+    """The policy `big` plays the agent `solver`, as in the README."""
     # The name of a policy counts, also where an agent of that name plays another policy.
     agents = {"writer": {"policy": "big"}, "big": {"policy": "small"}}
     job_id = await cluster.submit(job_yaml(policies=["big", "small"], agents=agents))

@@ -172,7 +172,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 @pytest.mark.parametrize(
     ("examples", "steps"), [(4, 8), pytest.param(24, 10, marks=pytest.mark.slow)]
 )
-def test_no_order_of_events_loses_anything(
+def test_no_order_of_events_loses_a_job_s_state(
     empty_redis: str,
     loop: asyncio.AbstractEventLoop,
     caplog: pytest.LogCaptureFixture,

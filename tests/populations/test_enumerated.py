@@ -100,7 +100,9 @@ def test_probability_of_illegal_answers_goes_where_the_rule_says(
 
 
 @pytest.mark.parametrize("rule", ["random_legal", "lose", "resample"])
-async def test_matches_come_to_what_was_enumerated(rule: IllegalRule) -> None:
+async def test_the_mean_of_played_matches_approaches_the_enumerated_value(
+    rule: IllegalRule,
+) -> None:
     """The probabilities of a player whose answers do not depend on the prompt."""
     rng = random.Random(0)
     answers = {"pass": 0.5, "bet": 0.2, "hum": 0.3}

@@ -79,7 +79,7 @@ def returns(env: GameCopies, seeds: range) -> np.ndarray:
     return np.concatenate(found)
 
 
-def test_games_are_worth_what_they_are_worth(histories: Histories) -> None:
+def test_the_mean_return_of_played_games_equals_their_exact_value(histories: Histories) -> None:
     """Against a pool, in alternating seats, and with all players as agents."""
     form, rng = histories.form, np.random.default_rng(1)
     pools, plans = [], []

@@ -1,4 +1,4 @@
-"""Whom learners meet."""
+"""The choice of opponents for learners."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def oracle(updates: int, copies: int = 64, gradients: int = 2) -> Oracle:
 
 
 @pytest.mark.parametrize("learning", [PPOSpec(), QLearningSpec()])
-def test_an_enumerated_network_does_what_it_does_in_play(learning: PPOSpec) -> None:
+def test_an_enumerated_network_takes_the_same_actions_as_in_play(learning: PPOSpec) -> None:
     tree, spec = Histories.of("leduc_poker"), NetworkSpec(hidden=(16,), learning=learning)
     env = GameCopies(256, tree, (1,))
     weights = make_learner(spec, env.spaces, env.agents, 3).published()

@@ -23,7 +23,7 @@ def test_winners_rise_and_everybody_is_known_better() -> None:
     assert all(one.deviation < Rating().deviation and one.matches == 1 for one in after.values())
 
 
-def test_draws_of_equals_move_nobody() -> None:
+def test_a_draw_of_equals_leaves_both_ratings_equal() -> None:
     after = rated({}, ["a", "b"], [0.5, 0.5])
     assert after["a"].mean == pytest.approx(after["b"].mean)
 

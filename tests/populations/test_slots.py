@@ -13,7 +13,7 @@ from troupe.populations.payoffs import PayoffTable
 from troupe.populations.slots import match_waves, share_slots, training_seat, visible_cells
 
 
-def test_a_mixture_that_fits_is_what_is_played() -> None:
+def test_a_mixture_that_fits_the_slots_is_played_unchanged() -> None:
     loaded, shares = share_slots([{"a": 0.25, "b": 0.75, "c": 0.0}], 2, (0, 1))
     assert (loaded, shares) == (["a", "b"], [{"a": 0.25, "b": 0.75}])
 

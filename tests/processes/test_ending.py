@@ -37,7 +37,7 @@ def started(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 async def started_async(command: Sequence[str]) -> asyncio.subprocess.Process:
-    """As `started`."""
+    """Start a process as `started` does."""
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, start_new_session=True
     )

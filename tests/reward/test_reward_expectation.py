@@ -155,7 +155,7 @@ async def test_the_longest_function_of_a_query_runs_last() -> None:
 
 
 @pytest.mark.parametrize("said", [sys.float_info.max, 1e-310])
-async def test_whatever_one_call_says_the_others_have_their_places(said: float) -> None:
+async def test_an_absurd_declared_duration_leaves_other_calls_ranks_finite(said: float) -> None:
     runtime, function = Runtime([], Telemetry()), RegisteredFunction(spec())
     queues = runtime.dispatcher.queues
     for number in range(20):
@@ -168,7 +168,7 @@ async def test_whatever_one_call_says_the_others_have_their_places(said: float) 
         assert done.result().result_json == "1.0"
 
 
-async def test_a_result_is_there_though_nothing_could_be_learned_of_it() -> None:
+async def test_a_call_has_its_result_although_its_duration_cannot_be_learned() -> None:
     runtime, function = Runtime([], Telemetry()), RegisteredFunction(spec())
     (done,) = runtime.submit([("one", FunctionCall("{}", "job"))], function)
     (waiting,) = runtime.dispatcher.queues.first(1, Budget({}, 0), lambda _: 9)

@@ -162,7 +162,7 @@ async def test_a_refused_call_shuts_the_quota_for_all_services(services: list[Se
     assert last.begun[-1] - shut >= 0.39
 
 
-async def test_units_that_nobody_wishes_any_more_go_back(services: list[Service]) -> None:
+async def test_fetched_units_without_a_waiting_call_are_returned(services: list[Service]) -> None:
     first, last = services[0], services[-1]
     # Wished, fetched, and by then its caller has left.
     first.manager.wish({API: [3]})

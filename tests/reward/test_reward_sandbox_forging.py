@@ -192,7 +192,7 @@ async def test_nor_in_a_sandbox_of_one_call() -> None:
     assert (answer.kind, json.loads(answer.text)) == (worker.OK, "[]")
 
 
-async def test_a_call_that_is_ended_leaves_nothing_either(mine: Trajectory) -> None:
+async def test_a_call_that_times_out_leaves_no_process_behind_either(mine: Trajectory) -> None:
     late = {**TOOLS, "timeout_seconds": 1.5, "entrypoint": "hostile_functions:runs"}
     error = await mine.call("runs", late, code=LEAVES_ATTACKERS + "while True: pass", arguments=[])
     assert error.kind == Kind.KIND_TIMEOUT

@@ -98,7 +98,9 @@ async def mine(sandboxes: SandboxManager) -> AsyncIterator[Trajectory]:
     trajectory.close()
 
 
-async def test_files_stay_and_are_nobody_elses(mine: Trajectory) -> None:
+async def test_files_stay_in_a_trajectory_s_sandbox_and_no_other_sees_them(
+    mine: Trajectory,
+) -> None:
     assert await mine.call("writes", path="here") is None
     assert await mine.call("reads", path="/tmp/work/here") == "here"
     assert (await mine.call("where"))["uid"] != 0

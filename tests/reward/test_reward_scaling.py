@@ -27,7 +27,7 @@ async def until_listed(
 
 
 @pytest.mark.slow
-async def test_from_none_to_many_and_back() -> None:
+async def test_a_pool_of_workers_grows_from_zero_and_shrinks_again() -> None:
     async with client_of(reward_workers=3, reward_min_workers=0, reward_idle_seconds=0.2) as client:
         await client.register("sleeps")
         pool = await pool_of(client)

@@ -76,7 +76,7 @@ async def test_source_that_does_not_import_is_a_typed_error(client: Client) -> N
     assert "No module named 'no_such_module'" in error.message
 
 
-async def test_source_that_nobody_uploaded(client: Client) -> None:
+async def test_source_that_was_not_uploaded_is_not_found(client: Client) -> None:
     with pytest.raises(NotFound) as missing:
         await run(client, "0" * 64)
     assert missing.value.kind == "source_not_found"

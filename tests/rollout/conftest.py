@@ -53,7 +53,7 @@ def _settling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def workshop() -> MakeEngine | None:
-    """The factory of `house`'s engines; None: that of the service."""
+    """The factory of `house`'s engines; None: the service's own."""
     return None
 
 

@@ -53,7 +53,7 @@ async def test_an_aborted_turn_goes_on_from_its_tokens() -> None:
     assert router.backlog == Backlog(0, 0, 0)
 
 
-async def test_a_turn_of_which_nothing_is_handed_over_starts_over() -> None:
+async def test_a_turn_whose_tokens_are_lost_with_its_engine_starts_over() -> None:
     router, [first, second] = make()
     task = ask(router, "r")
     await settle()

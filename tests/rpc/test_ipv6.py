@@ -76,7 +76,7 @@ def test_a_port_or_a_host_may_be_missing() -> None:
 
 
 @pytest.mark.parametrize("host", WILDCARDS)
-def test_a_wildcard_is_told_to_nobody(host: str) -> None:
+def test_a_wildcard_address_is_advertised_as_the_host_s_name(host: str) -> None:
     assert is_wildcard_host(host)
     assert reachable_host(host) == socket.gethostname()
     assert is_loopback_host(local_host(host))

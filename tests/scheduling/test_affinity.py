@@ -31,7 +31,7 @@ def test_a_class_that_is_faster_at_everything_does_not_get_everything() -> None:
     assert seen().fitting(WRITER, rates) == "old"
 
 
-def test_nothing_is_inferred_from_little_or_from_what_makes_no_difference() -> None:
+def test_no_class_of_devices_is_inferred_from_few_turns_or_without_a_difference() -> None:
     assert seen().fitting(("unheard-of", "x"), RATES) is None
     assert seen().fitting(READER, {"compute": RATES["compute"]}) is None
     assert seen(writer=(3000, 20)).fitting(READER, RATES) is None
@@ -45,7 +45,7 @@ def test_nothing_is_inferred_from_little_or_from_what_makes_no_difference() -> N
     st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 1000)), min_size=SEEN, max_size=60),
     st.integers(1, 2000),
 )
-def test_property_what_is_expected_lies_within_what_was_seen(
+def test_property_an_expected_response_lies_within_the_observed_ones(
     turns: list[tuple[int, int]], allowed: int
 ) -> None:
     profiles = Profiles()

@@ -83,7 +83,7 @@ def test_a_priority_counts_as_waiting_and_not_for_longer() -> None:
     assert Suspend("new", "old") not in moves([old, replace(ahead, bound=("w0",))], ONE)
 
 
-def test_the_oldest_work_comes_first_and_who_has_none_gives_way() -> None:
+def test_the_oldest_work_is_bound_first_in_place_of_an_idle_policy() -> None:
     policies = [bound("idle"), Policy("new", work=3, since=9), Policy("old", work=1, since=5)]
     assert moves(policies, ONE) == [Suspend("idle", "old"), Prefetch("old", ("w0",))]
     # While it leaves, no other policy is sent away, and none comes.

@@ -207,7 +207,7 @@ def crowds(draw: st.DrawFn) -> tuple[list[Model], list[str]]:
 
 @settings(max_examples=150, deadline=None)
 @given(crowds())
-def test_a_plan_touches_nothing_that_runs_and_never_stands_still(
+def test_property_a_plan_keeps_running_models_and_always_makes_progress(
     crowd: tuple[list[Model], list[str]],
 ) -> None:
     models, wanted = crowd

@@ -179,7 +179,9 @@ def test_without_known_tasks_all_are_new_and_later_ones_are_replaced() -> None:
 @given(
     st.integers(0, 10**12), st.sampled_from(TaskPool), st.integers(0, 255), st.integers(0, 10**9)
 )
-def test_ids_say_what_is_asked(number: int, pool: TaskPool, source: int, item: int) -> None:
+def test_an_id_of_a_query_encodes_its_task(
+    number: int, pool: TaskPool, source: int, item: int
+) -> None:
     choice = TaskChoice(number, pool, source, item)
     assert choice_of(choice.query_id) == choice
     assert number_of(choice.query_id) == number

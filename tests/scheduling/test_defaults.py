@@ -34,7 +34,7 @@ def test_a_device_has_the_defaults_of_what_it_was_sold_as(
     assert own.turn_seconds == 600
 
 
-def test_a_cpu_keeps_what_it_had() -> None:
+def test_a_cpu_s_defaults_do_not_change() -> None:
     assert defaults_of(None) == CPU
     assert (CPU.forward_tokens, CPU.max_running, CPU.turn_seconds) == (1024, 64, 120)
     assert not CPU.activation_checkpointing

@@ -94,7 +94,7 @@ def test_estimates_are_right_on_average() -> None:
     assert expected * mean == pytest.approx(came, rel=0.15)
 
 
-def test_arguments_that_repeat_say_nothing_of_others_of_the_query() -> None:
+def test_durations_of_repeated_arguments_do_not_predict_other_arguments_of_the_query() -> None:
     """One call again and again, the same each time: another of the same query may be anything."""
     rng, durations = np.random.default_rng(3), Durations()
     for query in range(50):
@@ -116,7 +116,7 @@ def test_declared_seconds_need_not_be_seconds_of_this_machine() -> None:
     assert discipline.expected("g", Kin(), 3.0, declared=50.0) == 50.0
 
 
-def test_one_call_of_which_nearly_nothing_was_declared_does_not_decide() -> None:
+def test_one_call_with_a_tiny_declared_duration_does_not_change_the_estimate() -> None:
     discipline = Discipline()
     for _ in range(200):
         discipline.took("f", Kin(), 10.0, declared=10.0)
@@ -161,7 +161,7 @@ def test_invalid_multiples_are_refused(multiple: float) -> None:
         max_size=25,
     )
 )
-def test_property_whatever_was_learned_nobody_is_passed_by_what_comes_too_late(
+def test_property_with_learned_durations_no_call_is_passed_by_one_that_comes_after_its_patience(
     asked: list[tuple[str, str, float, float, bool]],
 ) -> None:
     discipline, now, places = Discipline(patience=50.0), 0.0, []

@@ -62,7 +62,7 @@ def test_property_nobody_starves_whatever_others_ask_for(
     assert "late" in order[: others + 1]
 
 
-def test_a_pause_saves_nothing_up() -> None:
+def test_a_job_gains_no_claim_while_it_is_away() -> None:
     shares = FairShares()
     shares.enter("away")
     shares.enter("busy")

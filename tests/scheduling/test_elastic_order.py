@@ -20,7 +20,7 @@ WAITERS = st.integers(1, 64)
 
 
 @given(WORK, WORK, WAITERS, WAITERS, st.floats(1e-3, 1e3), st.floats(0.1, 1e4))
-def test_property_what_comes_together_is_by_work_over_waiters(
+def test_property_calls_that_come_together_run_in_the_order_of_work_per_waiter(
     one: float, other: float, few: int, many: int, typical: float, patience: float
 ) -> None:
     first = later(one, few, typical=typical, patience=patience)
@@ -32,7 +32,7 @@ def test_property_what_comes_together_is_by_work_over_waiters(
 
 
 @given(st.lists(st.tuples(WORK, WAITERS, st.floats(0, 100)), min_size=2, max_size=20))
-def test_property_nobody_is_passed_by_what_comes_too_late(
+def test_property_no_call_is_passed_by_one_that_comes_after_its_patience(
     asked: list[tuple[float, int, float]],
 ) -> None:
     discipline, now, places = Discipline(patience=50.0), 0.0, []

@@ -39,7 +39,7 @@ def test_circles_chain_of_imports_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("back", [TYPES, "def late():\n    "])
-def test_circles_while_loading_leave_out_what_is_not_run(tmp_path: Path, back: str) -> None:
+def test_circles_while_loading_ignore_imports_that_do_not_run(tmp_path: Path, back: str) -> None:
     texts = {"a": "import troupe.b", "b": f"{back}import troupe.a"}
     assert circles_of(tmp_path, loading=True, **texts) == []
 

@@ -34,7 +34,7 @@ class Conversation:
     query: str
     trajectory: str
     samples: list[store_pb.Sample] = field(default_factory=list)
-    """As they are sent."""
+    """The messages as they are sent."""
     whole: dict[str, store_pb.Sample] = field(default_factory=dict)
     """By id, as they would be without stems."""
 

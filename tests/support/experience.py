@@ -85,7 +85,7 @@ class Stage:
     first_checksum: str = ""
     """Of the policies' first weights."""
     appended: Appended | None = None
-    """What became of the last ending."""
+    """The outcome of the last ending."""
 
     @property
     def counted(self) -> int:

@@ -83,7 +83,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         self.refusal: TroupeError | None = None
         # Number of events after which a watch breaks, once.
         self.break_after: int | None = None
-        # Engines of the cluster besides the one that `GetCluster` always shows.
+        # Engines in addition to the one that `GetCluster` always shows.
         self.engines: list[rollout_pb.EngineStatus] = []
         self.generated: orchestrator_pb.GeneratePolicyResponse | None = None
         self._grown = asyncio.Condition()

@@ -89,7 +89,7 @@ class FakeSglang:
         never."""
         self.calls: dict[str, Call] = {}
         self.bodies: list[dict[str, Any]] = []
-        """What `/generate` was asked for."""
+        """The bodies of requests to `/generate`."""
         self.modes: list[str] = []
         """Of its pauses."""
         self.read: list[int] = []
@@ -121,7 +121,7 @@ class FakeSglang:
         self.alters: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         """A fault: what becomes of an adapter's configuration on its way in."""
         self.mistaken: dict[str, torch.Tensor] | None = None
-        """A fault: weights that it takes for those of every adapter that is loaded."""
+        """A fault: the weights that it uses in place of every adapter that is loaded."""
         torch.manual_seed(99)
         self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
         self._format = CheckpointFormat(self._model, torch.float32)

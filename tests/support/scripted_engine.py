@@ -18,7 +18,7 @@ VOCABULARY = 128
 
 @dataclass
 class Script:
-    """What engines say: `speak(prompt ids)` gives a response; `hold` keeps turns back."""
+    """Responses of engines: `speak(prompt ids)` returns one; `hold` keeps turns back."""
 
     speak: Callable[[list[int]], list[int]]
     hold: asyncio.Event | None = None

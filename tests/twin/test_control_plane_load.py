@@ -11,7 +11,7 @@ from benchmarks.papers.twin import control, mechanisms
 _LOAD = control.ControlLoad(64, 400.0, 160_000.0, 80_000.0, 4000)
 
 
-def test_a_load_of_turns_as_measured_asks_what_was_measured() -> None:
+def test_the_measured_load_of_turns_needs_the_measured_cores_and_bytes() -> None:
     """docs/benchmarks/scale.md: 64 GPUs, 0.9 cores, 0.7 of them for rollout, 1.1 MB/s."""
     cores = _LOAD.cores()
     assert sum(cores.values()) == pytest.approx(0.9, abs=0.05)

@@ -1,4 +1,4 @@
-"""What holds at any size of the jobs by which `benchmarks.papers.twin` reproduces tables."""
+"""Properties of `benchmarks.papers.twin`'s jobs that hold at any size."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_broken_environments_run_again() -> None:
     mtbf=st.sampled_from([0.0, 40.0, 200.0]),
     seed=st.integers(0, 5),
 )
-def test_every_row_is_trained_whatever_fails(
+def test_every_row_is_trained_in_spite_of_faults(
     mode: Any,
     trainers: int,
     workers: int,

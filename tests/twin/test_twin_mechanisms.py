@@ -96,7 +96,7 @@ def test_whole_batches_overlap_training_but_not_each_other() -> None:
     assert seconds[0] > seconds[1] > seconds[2]
 
 
-def test_whole_batches_load_what_was_fetched_between_them() -> None:
+def test_whole_batches_expose_only_the_load_of_fetched_weights() -> None:
     """No turn runs then, so that none is read again."""
     for load, fetch in ((1.0, 3.0), (4.0, 0.0)):
         rates = dataclasses.replace(ENGINE, load_seconds=load, fetch_seconds=fetch)

@@ -82,7 +82,7 @@ def test_a_group_is_described_by_its_first_members() -> None:
         deep = deep.exceptions[0]
 
 
-def test_texts_say_what_they_can() -> None:
+def test_texts_of_values_that_cannot_be_shown_are_safe() -> None:
     assert safe_text("as it is") == "as it is"
     assert safe_text(f"a{HALF}b\0") == "a\N{REPLACEMENT CHARACTER}b\N{SYMBOL FOR NULL}"
     assert safe_text(10**5000) == "an integer of 16,610 bits"

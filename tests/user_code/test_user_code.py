@@ -145,7 +145,7 @@ def test_closing_a_coroutine_does_not_count_as_an_exit_of_user_code(
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
-async def test_a_cancellation_of_nobodys_is_a_fault() -> None:
+async def test_a_cancellation_that_user_code_raises_itself_is_a_fault() -> None:
     task = asyncio.create_task(await_contained(_raise_later(asyncio.CancelledError("mine"))))
     with pytest.raises(UserCodeExit, match="CancelledError: mine"):
         await task

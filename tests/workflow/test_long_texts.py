@@ -182,7 +182,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments":
     ],
     ids=["several texts that are short alone", "many calls of tools"],
 )
-async def test_what_is_long_only_together_is_tokenised_in_a_thread(
+async def test_texts_that_are_long_only_in_sum_are_tokenised_in_a_thread(
     call: Callable[[Agent], Coroutine[Any, Any, object]],
 ) -> None:
     threads = set()

@@ -67,7 +67,7 @@ def test_the_latest_turn_of_each_agent_counts() -> None:
     assert team_context(turns[3], turns, 9) == (1, 2, 5, 6)
 
 
-def test_rows_say_what_a_critic_needs() -> None:
+def test_rows_have_the_team_context_that_a_critic_reads() -> None:
     turns = settle(
         [
             _turn("row", 1, 2, (1,), (2,)),

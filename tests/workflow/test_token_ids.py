@@ -54,7 +54,7 @@ def test_parts_are_joined_in_order(parts: list[tuple[int, ...]]) -> None:
     st.lists(ids.filter(bool), min_size=1, max_size=4),
     st.sets(st.sampled_from(["digest", "json", "range"])),
 )
-def test_ids_that_extend_others_say_of_themselves_what_the_same_ids_would(
+def test_extended_ids_have_the_properties_of_the_same_ids_made_at_once(
     parts: list[tuple[int, ...]], known: set[str]
 ) -> None:
     grown = TokenIds.of(parts[0])
@@ -70,7 +70,9 @@ def test_ids_that_extend_others_say_of_themselves_what_the_same_ids_would(
 
 
 @given(ids)
-def test_seeds_stay_what_they_were(given_ids: tuple[int, ...]) -> None:
+def test_the_digest_of_ids_that_seeds_derive_from_does_not_change(
+    given_ids: tuple[int, ...],
+) -> None:
     # Seeds of turns derive from it: the hash of the ids as eight bytes each, little-endian.
     packed = struct.pack(f"<{len(given_ids)}q", *given_ids)
     assert TokenIds.of(given_ids).digest == xxhash.xxh3_64_intdigest(packed)

@@ -156,7 +156,7 @@ def test_messages_with_the_placeholders_first_character_are_rendered_as_they_are
 
 
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "seven ", "8"]), max_size=6))
-def test_special_tokens_are_what_tells_a_text_from_its_transcript(words: list[str]) -> None:
+def test_a_transcript_differs_from_its_text_by_special_tokens(words: list[str]) -> None:
     chat = make_chat()
     ids = chat.encode("".join(words))
     assert chat.text_and_transcript(ids) == (chat.text(ids), chat.transcript(ids))

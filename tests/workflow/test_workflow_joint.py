@@ -24,7 +24,7 @@ def worth(answer: Joint) -> float:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_replies_earn_what_their_joint_answers_do(mode: JointMode) -> None:
+async def test_a_reply_earns_the_rewards_of_its_joint_answers(mode: JointMode) -> None:
     scored: list[Joint] = []
 
     async def workflow(query: Any, agents: Agents, tools: Any) -> dict[str, float]:

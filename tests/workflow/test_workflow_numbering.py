@@ -18,7 +18,7 @@ Delays = Callable[[], float]
 
 
 async def outcome(workflow: Any, seed: int) -> list[tuple[Any, ...]]:
-    """What would be stored when turns and tools take random times."""
+    """Return the rows to store when turns and tools take random times."""
     delays = random.Random(seed)
 
     async def policy(prompt: Prompt) -> str:

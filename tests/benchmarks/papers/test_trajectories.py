@@ -32,7 +32,9 @@ class _Agents:
         return self
 
 
-async def test_worlds_take_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waits_of_simulated_worlds_have_the_given_mean_and_deviation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -66,7 +68,7 @@ async def test_worlds_take_what_they_say(monkeypatch: pytest.MonkeyPatch) -> Non
         await play(rough[seed], _Agents(seed), None)  # after a restart, its world works
 
 
-def test_rows_differ_in_what_they_compare(tmp_path: Path) -> None:
+def test_jobs_of_two_compared_rows_differ_in_one_setting_only(tmp_path: Path) -> None:
     for size in (FULL, QUICK):
         for batch, single in lockstep_rows((1.0, 10.0)):
             one, other = (job(row, size, tmp_path).model_dump() for row in (batch, single))

@@ -82,7 +82,9 @@ async def test_the_binder_knows_what_the_last_swap_of_a_policy_cost(
     assert {0.25, 0.5} <= set().union(*seen.values()) <= {0.0, 0.25, 0.5}
 
 
-async def test_two_trainers_of_two_slots_hold_all_and_nobody_moves(house: Cluster) -> None:
+async def test_two_trainers_with_two_slots_each_hold_three_policies_without_suspensions(
+    house: Cluster,
+) -> None:
     trainers = [await house.add_trainer(TrainerScript(slots=2)) for _ in range(2)]
     job_id = await house.submit(job())
     ended = await house.wait(job_id)

@@ -79,7 +79,7 @@ def test_opponents_of_a_learner_follow_the_algorithm(
     assert mixtures(spec, SELVES)["player"]["all"] == pytest.approx(expected)
 
 
-def test_self_play_meets_nobody_from_the_past() -> None:
+def test_self_play_has_no_opponents_from_the_past() -> None:
     assert mixtures(job("player", algorithm="self_play"), SELVES) == {}
     # Members' ratings are reported nevertheless.
     assert solution(job("player", algorithm="regularized"), SELVES, 4).mixtures == {
@@ -87,7 +87,7 @@ def test_self_play_meets_nobody_from_the_past() -> None:
     }
 
 
-def test_gains_are_told_of_all_pools_though_one_has_nobody_new() -> None:
+def test_gains_of_all_pools_are_reported_even_if_one_has_no_new_member() -> None:
     agents = {"alice": {"policy": "player"}, "bob": {"policy": "rival"}}
     policies = {"player": MODEL, "rival": MODEL}
     changes = {"agents": agents, "policies": policies, "population": {}}
@@ -146,7 +146,7 @@ def test_a_league_plays_main_agents_as_they_are_now() -> None:
     assert sum(found["main"]["all"].values()) == pytest.approx(1.0)
 
 
-def test_a_league_settles_whoever_beats_everybody_or_has_waited() -> None:
+def test_a_league_settles_a_member_that_beats_all_or_has_waited() -> None:
     learners = {"spy": {"kind": "main_exploiter"}}
     spec = job("main", "spy", algorithm="league", learners=learners, league={"freeze_after": 9})
     state = grown(("main", 0, SETTLED), ("spy", 0, SETTLED), ("main", 2, CANDIDATE))
@@ -158,7 +158,7 @@ def test_a_league_settles_whoever_beats_everybody_or_has_waited() -> None:
     assert settle_due(patient, state) == ["main"]
 
 
-def test_a_state_reads_what_it_wrote() -> None:
+def test_a_population_s_state_survives_writing_and_reading() -> None:
     state = grown(("player", 0, SETTLED), ("player", 2, CANDIDATE))
     state.history.append(solution(job("player"), state, 2))
     state.slots = {"all--0": ("player@0", 3)}

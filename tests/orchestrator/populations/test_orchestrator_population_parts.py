@@ -211,7 +211,7 @@ class Published(set[str]):
         state.slots = state.slots | loaded
 
 
-async def test_steps_do_not_drop_who_is_on_the_way_to_a_match() -> None:
+async def test_steps_do_not_drop_a_member_that_is_being_loaded_for_a_match() -> None:
     names = [f"player@{n}" for n in range(3)]
     members = {one: replace(MEMBER, version=n, member_id=one) for n, one in enumerate(names)}
     state = PopulationState({"all": names}, PayoffTable([3], True), members)

@@ -174,7 +174,7 @@ async def test_a_bad_range_names_its_field(
 
 @pytest.mark.parametrize("field", ["since", "until"])
 @pytest.mark.parametrize(("seconds", "nanos"), [(0, -1), (0, 2**31 - 1), (2**62, 0), (-(2**40), 0)])
-async def test_what_is_no_date_is_refused_by_field_and_value(
+async def test_an_invalid_date_is_refused_by_field_and_value(
     cluster: Cluster, field: str, seconds: int, nanos: int
 ) -> None:
     request = orchestrator_pb.ListHostUseRequest()

@@ -141,7 +141,7 @@ async def test_a_failed_job_resumes_once_its_cause_is_mended(cluster: Cluster) -
     await cluster.check_accounts(job_id, 3, POLICIES)
 
 
-async def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
+async def test_calls_that_the_job_s_state_forbids_are_refused(cluster: Cluster) -> None:
     job_id = await cluster.submit(job_yaml())
     await cluster.wait(job_id)
     for call in (cluster.pause, cluster.resume, cluster.cancel):
@@ -211,7 +211,7 @@ async def test_several_jobs_run_at_once(cluster: Cluster) -> None:
         await cluster.check_accounts(job_id, 2, POLICIES)
 
 
-async def test_what_an_ended_job_held_does_not_count_as_load(cluster: Cluster) -> None:
+async def test_bindings_of_an_ended_job_do_not_count_as_load(cluster: Cluster) -> None:
     """A heartbeat may still tell of it when the next job is placed."""
     job_id = await cluster.submit(job_yaml())
     assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED

@@ -153,7 +153,7 @@ async def test_a_row_may_have_any_number_of_metrics(desk: Desk) -> None:
     }
 
 
-async def test_what_lists_read_of_a_job_does_not_grow_with_its_steps(desk: Desk) -> None:
+async def test_the_data_that_a_list_of_jobs_reads_does_not_grow_with_steps(desk: Desk) -> None:
     """Users poll lists of dozens of jobs, each of tens of thousands of steps."""
     record = await desk.make()
     job_id = record.job_id

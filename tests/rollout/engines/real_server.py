@@ -68,7 +68,7 @@ class RealServer:
 
 
 def interpreter(directory: Path) -> str:
-    """What takes `-m sglang.launch_server ARGS`; skips the test when there is none."""
+    """The command that takes `-m sglang.launch_server ARGS`; without one, skips the test."""
     python = os.environ.get("TROUPE_SGLANG_PYTHON")
     if python:
         return python

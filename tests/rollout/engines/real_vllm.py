@@ -32,7 +32,7 @@ def make_model(seed: int) -> PreTrainedModel:
 
 
 def interpreter(directory: Path, site: str = "") -> str:
-    """What takes `-m vllm.entrypoints.cli.main serve ARGS`; skips the test when there is none.
+    """The command that takes `-m vllm.entrypoints.cli.main serve ARGS`; without it, skips the test.
 
     `site`: the code of a `sitecustomize` module of the server's processes.
     """

@@ -67,14 +67,14 @@ class Team:
         )
 
     def logprobs(self, name: str, version: int, prompt: list[int], ids: list[int]) -> list[float]:
-        """What the trainer computes of a response by a version."""
+        """Return the trainer's log-probs of a response under a version."""
         if name == BASE:
             return reference_logprobs(next(iter(self.roles.values())).base, prompt, ids)
         self.roles[name].step(self.wanted[name, version])
         return self.roles[name].logprobs(prompt, ids)
 
     def off(self, name: str, prompt: list[int], answer: EngineResponse) -> float:
-        """How far log-probs of a turn are from those of the versions that it names."""
+        """Return how far a turn's log-probs are from its versions' log-probs of the same tokens."""
         worst = 0.0
         for span in answer.versions:
             wanted = self.logprobs(name, span.version, prompt, answer.token_ids)

@@ -157,7 +157,7 @@ async def test_an_engine_takes_over_another_policys_adapter(
     await engine.update_weights(two.publish(transfer, 0, "checker"), transfer)
     answer = await ask(engine, "r", PROMPT, max_new_tokens=4, seed=1)
     assert answer.logprobs == pytest.approx(two.logprobs(PROMPT, answer.token_ids), abs=2e-4)
-    # The base is that of another job's model: it is loaded, too.
+    # The base belongs to another job's model, so it is loaded, too.
     other = TrainedAdapter(3, base_seed=5)
     await engine.update_weights(other.publish(transfer, 1, "checker"), transfer)
     answer = await ask(engine, "s", PROMPT, max_new_tokens=4, seed=1)

@@ -144,7 +144,7 @@ def test_the_cuda_graphs_of_a_server_reach_to_its_limit_and_sleep_with_it() -> N
     assert SglangServer.variables(awake) == {}
     sleepy = replace(awake, memory=True)
     command = SglangServer.command(sleepy)
-    # The default ones of prefill refuse to start beside those that can be released.
+    # The default prefill graphs refuse to start together with releasable ones.
     assert command[command.index("--cuda-graph-backend-prefill") + 1] == "disabled"
     assert SglangServer.variables(sleepy) == {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
     for other in (

@@ -145,7 +145,7 @@ async def test_a_turn_stays_in_hand_when_another_of_its_id_is_refused(
     assert (await first).finish_reason == "abort"
 
 
-async def test_abort_returns_what_there_is(engine: EmbeddedEngine) -> None:
+async def test_an_aborted_turn_returns_its_tokens_so_far(engine: EmbeddedEngine) -> None:
     task = asyncio.ensure_future(ask(engine, "r", [1, 2, 3], max_new_tokens=200))
     await until(lambda: engine.load().generated_tokens > 0)
     await engine.abort("r")

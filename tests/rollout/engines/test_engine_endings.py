@@ -85,7 +85,7 @@ async def test_every_turn_is_told_once_and_in_order(count: int) -> None:
     assert told == made
 
 
-async def test_what_follows_the_first_group_is_done_before_the_next_one_is_told() -> None:
+async def test_work_after_a_group_of_ended_turns_precedes_the_next_group() -> None:
     moves: list[tuple[str, int]] = []
 
     async def follow(number: int) -> None:

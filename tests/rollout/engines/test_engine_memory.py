@@ -146,7 +146,7 @@ async def test_memory_is_released_in_the_server_and_taken_again(transfer: Transf
 async def test_memory_is_not_released_while_requests_wait_in_the_server(
     transfer: Transfer,
 ) -> None:
-    """Those of somebody else, too: a scheduler with anything in its queue dies of it."""
+    """Turns of other clients, too: a scheduler with anything in its queue dies."""
     async with saving_memory(transfer) as (engine, fake):
         client = engine._server.api  # type: ignore[attr-defined]
         other = asyncio.ensure_future(client.request("theirs", [1, 2], {"max_new_tokens": 100}))

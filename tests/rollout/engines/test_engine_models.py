@@ -1,4 +1,4 @@
-"""What the embedded engine makes of models other than the usual one."""
+"""The embedded engine with other architectures than the usual one."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ async def test_a_moved_engine_serves_only_after_a_verified_update(
     assert (engine.version, engine.checksum) == (None, "")
     with pytest.raises(EngineStale):
         await ask(engine, "early", [5])
-    # The same number, other content: that of another policy.
+    # The same number, but the content of another policy.
     ref = publish(transfer, make_model(1), 0, policy="checker")
     await engine.update_weights(ref, transfer)
     assert (engine.state, engine.checksum) == (common_pb.ENGINE_STATE_HEALTHY, ref.checksum)

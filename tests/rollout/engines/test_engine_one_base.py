@@ -107,7 +107,7 @@ class Team:
         return 3 * rounding(model, copy.deepcopy(model).double(), ids, response)
 
     def assert_is(self, name: str, ids: list[int], answer: EngineResponse) -> None:
-        """Its log-probs are those of this policy, and of no other."""
+        """Its log-probs match this policy and no other."""
         wanted = self.wanted(name, ids, answer.token_ids)
         off = self.off(name, ids, answer.token_ids)
         assert answer.logprobs == pytest.approx(wanted, abs=off)

@@ -62,7 +62,7 @@ def rounded(model: Any) -> DeferredTensors:
 
 
 def proven(transfer: Transfer, seed: int, version: int, proof_of: int) -> common_pb.WeightsRef:
-    """The weights of `seed`, with the proof of those of another."""
+    """The weights of `seed`, with the proof of another seed's weights."""
     model = make_model(proof_of)
     ref = publish(transfer, make_model(seed), version)
     ref.proof.CopyFrom(Prover(model.config).prove(rounded(model), ()).to_message())
@@ -103,7 +103,7 @@ async def test_a_version_without_a_proof_gets_one_here(
 async def test_adapters_and_their_base_are_verified_by_their_own_proofs(
     fake: FakeSglang, transfer: Transfer, computed: list[str], came: bool
 ) -> None:
-    """That of a base is in its manifest, since no version names it."""
+    """A base's proof is in its manifest, since no version names it."""
     engine, trained = await engine_of(fake, lora=True), TrainedAdapter(1)
     prover = Prover(trained.base.config)
     base = rounded(trained.base)

@@ -42,16 +42,16 @@ def test_greedy_rows_and_sampled_rows_share_a_batch() -> None:
         assert logprobs[i] == pytest.approx(float(raw[i, tokens[i]]), abs=1e-5)
 
 
-def test_top_k_and_top_p_keep_what_they_should() -> None:
+def test_top_k_and_top_p_draw_only_from_the_tokens_that_they_keep() -> None:
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
     logits = probabilities.log().expand(500, 4)
     assert set(draw(logits, rows(500, top_k=2))[0]) == {0, 1}
     assert set(draw(logits, rows(500, top_p=0.65))[0]) == {0, 1}
     assert set(draw(logits, rows(500, top_p=0.75))[0]) == {0, 1, 2}
     assert set(draw(logits, rows(500, top_p=1e-6))[0]) == {0}
-    # The nucleus is that of the renormalised top-k: 0.4 / 0.7 > 0.55.
+    # The nucleus is computed from the renormalised top-k: 0.4 / 0.7 > 0.55.
     assert set(draw(logits, rows(500, top_k=2, top_p=0.55))[0]) == {0}
-    # Log-probs stay those of the whole distribution.
+    # Log-probs remain relative to the whole distribution.
     _, logprobs = draw(logits[:1], rows(1, top_k=1))
     assert logprobs[0] == pytest.approx(float(probabilities[0].log()), abs=1e-5)
 

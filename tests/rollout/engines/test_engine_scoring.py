@@ -58,7 +58,7 @@ async def test_scores_are_those_of_a_plain_forward_pass(
     for one, got in zip(asked, scored.logprobs, strict=True):
         expected = reference_logprobs(model, list(one.prompt_ids), list(one.ids), temperature)
         assert got == pytest.approx(expected, abs=1e-5)
-    # Turns beside it go on with their own attention.
+    # Concurrent turns continue with their own attention.
     for number, turn in enumerate(await asyncio.gather(*turns)):
         expected = reference_logprobs(model, [number, 1], turn.token_ids)
         assert turn.logprobs == pytest.approx(expected, abs=2e-4)

@@ -29,7 +29,7 @@ from troupe.transfer.errors import Corrupt
 from troupe.twin.batch import EngineBatch
 from troupe.v1 import common_pb2 as common_pb
 
-# 2 ms per token alone, 0.1 ms more per turn beside it; responses run into `max_new_tokens`.
+# 2 ms per token alone, 0.1 ms more per concurrent turn; responses run into `max_new_tokens`.
 PACE = SimulatedSpec(
     prefill_tokens_per_second=10_000,
     decode_seconds=0.0019,
@@ -136,7 +136,9 @@ async def test_weights_change_under_a_turn_that_goes_on(
 
 
 @pytest.mark.slow
-async def test_an_aborted_turn_returns_what_it_has(engine: SimulatedEngine, tmp_path: Path) -> None:
+async def test_an_aborted_simulated_turn_returns_its_tokens_so_far(
+    engine: SimulatedEngine, tmp_path: Path
+) -> None:
     began = time.monotonic()
     turn = asyncio.create_task(ask(engine, "t", [1], max_new_tokens=200))
     other = asyncio.create_task(ask(engine, "u", [1], max_new_tokens=150))

@@ -136,7 +136,7 @@ async def test_a_mixture_that_the_embedded_engine_cannot_say_it_of_is_refused() 
     assert "kind: sglang" in (refused.value.remedy or "")
 
 
-async def test_a_dense_model_has_none_to_say(tmp_path: Path) -> None:
+async def test_a_dense_model_reports_no_routed_experts(tmp_path: Path) -> None:
     engine = EmbeddedEngine(
         "e0", "solver", policy_spec(config=ARCHITECTURES["qwen3"]), routed_experts=True
     )

@@ -84,14 +84,14 @@ def greedy_tokens(model: PreTrainedModel, prompt: list[int], count: int = 8) -> 
 
 
 async def fresh_greedy(model: PreTrainedModel, directory: Path) -> tuple[list[int], list[float]]:
-    """What a server that never held other weights says: tokens and log-probs."""
+    """Return tokens and log-probs of a server that has held no other weights."""
     place = directory / "fresh"
     model.save_pretrained(place / "model")
     return await served_greedy(place)
 
 
 async def served_greedy(place: Path) -> tuple[list[int], list[float]]:
-    """What a server says that was started with the model in `place`: tokens and log-probs."""
+    """Return tokens and log-probs of a server that was started with the model in `place`."""
     with running(place, load_format="auto") as server:
         client = SglangServer(server.url)
         meta = await client.request("f", PROMPT, {"max_new_tokens": 8, "temperature": 0.0})
@@ -310,7 +310,7 @@ async def test_updates_under_load_lose_no_turn_and_no_version(
     await engine.stop()
 
 
-async def test_an_aborted_turn_returns_what_there_is(url: str, tmp_path: Path) -> None:
+async def test_a_server_returns_an_aborted_turn_s_tokens_so_far(url: str, tmp_path: Path) -> None:
     engine, transfer = await attached(url), transfer_in(tmp_path)
     await engine.update_weights(publish(transfer, make_model(0), 0), transfer)
     task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=240))
@@ -326,7 +326,7 @@ async def test_an_aborted_turn_returns_what_there_is(url: str, tmp_path: Path) -
 
 @pytest.mark.slow
 async def test_a_merged_adapter_is_a_model_that_it_serves(tmp_path: Path) -> None:
-    """What `troupe export --merged` leaves."""
+    """The files that `troupe export --merged` writes."""
     base, place = tmp_path / "base", tmp_path / "served"
     make_model(0).save_pretrained(base)
     adapted = get_peft_model(

@@ -209,7 +209,7 @@ async def test_weights_that_compute_nan_are_named(stage: Stage) -> None:
         await stage.ask("r", [1])
 
 
-async def test_an_abort_that_nobody_asked_for(stage: Stage) -> None:
+async def test_an_abort_by_the_server_breaks_the_reply(stage: Stage) -> None:
     stage.fake.faults.abort_everything = True
     with pytest.raises(ReplyBroken, match="the server aborted it: Aborted"):
         await stage.ask("r", [1])

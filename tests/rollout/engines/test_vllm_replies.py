@@ -1,6 +1,6 @@
-"""What is made of a vLLM server's documents, reports and answers, and what it is asked.
+"""Requests to a vLLM server, and the reading of its documents, reports and answers.
 
-The answers are those of a real 0.32.0 on a CPU; test_vllm_server.py plays with one.
+The answers were recorded from a real 0.32.0 on a CPU; test_vllm_server.py runs one.
 """
 
 from __future__ import annotations

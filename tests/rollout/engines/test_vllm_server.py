@@ -71,7 +71,7 @@ async def test_a_launched_server_serves_what_was_published_and_proves_it(
     assert described.keeps_cache
     assert (described.context, described.device, described.ranks) == (256, "cpu", 1)
 
-    # Log-probs and scores are those of a plain forward pass, at any temperature.
+    # Log-probs and scores equal a plain forward pass, at any temperature.
     await engine.update_weights(publish(transfer, models[0], 0), transfer)
     assert engine.state == common_pb.ENGINE_STATE_HEALTHY
     prompts = [[(7 * i + k) % VOCABULARY for k in range(5 + i)] for i in range(6)]

@@ -54,13 +54,13 @@ async def test_queries_that_are_wanted_at_once_are_made_together_and_once(
     assert len(THREADS) <= 2
 
 
-async def test_a_query_that_cannot_be_made_concerns_who_wants_it(source: QuerySource) -> None:
+async def test_a_query_that_cannot_be_made_fails_only_its_own_caller(source: QuerySource) -> None:
     asked = (source.get("train", index) for index in range(5))
     found = await asyncio.gather(*asked, return_exceptions=True)
     assert [one for one in found if isinstance(one, WorkflowError)] == [found[3]]
 
 
-async def test_nothing_is_made_besides_once_that_took_long(source: QuerySource) -> None:
+async def test_queries_are_not_prefetched_after_a_slow_one(source: QuerySource) -> None:
     first = asyncio.create_task(source.get("train", 1))
     rest = [asyncio.create_task(source.get("train", index)) for index in (5, 6, 7)]
     await first

@@ -54,7 +54,7 @@ class RelayConfig(vf.EnvConfig):
     judge: vf.AgentConfig = vf.AgentConfig(max_turns=2)
     drafts: int = 1
     trouble: str = ""
-    """What goes wrong after the first conversation: `raise`, `hang`, `block`, `die`."""
+    """The fault after the first conversation: `raise`, `hang`, `block`, `die`."""
 
 
 class RelayEnv(vf.Env[RelayConfig]):

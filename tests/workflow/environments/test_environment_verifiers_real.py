@@ -1,6 +1,6 @@
 """Unmodified environments of the `verifiers` library, of both of its generations. The library is
 installed in separate environments. Environments of PyPI (`marble-v1`, `user-sim` over it,
-`stardata`) are played unchanged; those of `tests/support/verifiers_envs` have what they lack:
+`stardata`) are played unchanged; `tests/support/verifiers_envs` adds features that these lack:
 tools, several turns, trouble.
 """
 

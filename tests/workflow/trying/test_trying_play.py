@@ -158,7 +158,9 @@ async def test_a_script_answers_any_agent_or_by_name() -> None:
         (lambda prompt: 7, "bad_policy"),
     ],
 )
-async def test_policies_that_have_nothing_to_say(policy: Any, kind: str) -> None:
+async def test_a_policy_without_a_reply_fails_the_turn_with_its_kind(
+    policy: Any, kind: str
+) -> None:
     with pytest.raises(TurnError) as caught:
         await speak(policy)
     assert caught.value.kind == kind
