@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 from tests.client.conftest import Run, Stage
 from tests.support.fake_orchestrator import S
+from tests.support.waiting import PATIENCE
 from troupe.client.cli.failures import explain
 from troupe.job import JobSpec
 
@@ -354,3 +357,21 @@ def test_a_data_directory_that_nothing_can_name_is_refused(
     assert status == 2
     assert err.count("\n") == 1
     assert "caf\\xe9: its name is not UTF-8. Rename it" in err
+
+
+IMPORTS_A_COMMAND = """
+import gc, sys, typer
+from troupe.client.cli.app import app
+commands = typer.main.get_command(app).commands
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
+commands["up"]
+assert "troupe.cluster.embedded" in sys.modules
+print(len(collections), gc.isenabled())
+"""
+
+
+def test_a_command_is_imported_without_garbage_collections() -> None:
+    command = [sys.executable, "-c", IMPORTS_A_COMMAND]
+    printed = subprocess.check_output(command, text=True, timeout=PATIENCE)
+    assert printed.split() == ["0", "True"]
