@@ -7,8 +7,10 @@ ones; a pause answers at once, new requests wait; a paused server fails its heal
 aborts of requests that it has not taken yet; an abort hands over the tokens so far; a second
 request with a live id is refused; tensor updates are refused outside a session; the weights checker
 needs CUDA; an id outside the vocabulary or a tensor of a wrong shape kills the server (here: the
-connection). Weights go in as the real loader takes them: by the names of checkpoints, some or all;
-names that it does not know it skips without a word.
+connection). A request keeps the adapter that it began with; to unload one waits until its last
+request has ended, and others are neither loaded nor unloaded meanwhile. Weights go in as the real
+loader takes them: by the names of checkpoints, some or all; names that it does not know it skips
+without a word.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class Call:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
+    adapter: dict[str, Any] | None = None
 
 
 class FakeSglang:
@@ -122,6 +125,8 @@ class FakeSglang:
         """A fault: what becomes of an adapter's configuration on its way in."""
         self.mistaken: dict[str, torch.Tensor] | None = None
         """A fault: the weights that it uses in place of every adapter that is loaded."""
+        self.refuses: set[str] = set()
+        """A fault: it refuses requests whose ids begin so."""
         torch.manual_seed(99)
         self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
         self._format = CheckpointFormat(self._model, torch.float32)
@@ -134,7 +139,7 @@ class FakeSglang:
         add_routes(self)
 
     def step(
-        self, ids: list[int], sampling: dict[str, Any], adapter: str | None = None
+        self, ids: list[int], sampling: dict[str, Any], adapter: dict[str, Any] | None = None
     ) -> tuple[int, float]:
         """Draw one token after `ids`."""
         temperature = sampling["temperature"] or 1.0
@@ -150,10 +155,9 @@ class FakeSglang:
             token = int(torch.multinomial(logprobs.exp(), 1, generator=self._generator))
         return token, float(logprobs[token])
 
-    def _with(self, adapter: str | None) -> Any:
+    def _with(self, entry: dict[str, Any] | None) -> Any:
         """The model that a request is computed with: PEFT's layers for an adapter from tensors."""
-        entry = self.adapters.get(adapter or "", {})
-        if not any(".lora_B." in name for name in entry.get("tensors", {})):
+        if not entry or not any(".lora_B." in name for name in entry.get("tensors", {})):
             return self._model
         if "model" not in entry:
             from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
@@ -179,6 +183,8 @@ class FakeSglang:
             return _refusal(f"LoRA adapter '{adapter}' was requested, but LoRA is not enabled.")
         if adapter is not None and adapter not in self.adapters:
             return _refusal(f"Got LoRA adapter that has never been loaded: {adapter}")
+        if any(rid.startswith(f"{one}#") for one in self.refuses):
+            return _refusal("it will not")
         if self.released:
             raise RuntimeError("a scheduler without its memory dies")
         if len(prompt) >= self._context:
@@ -190,11 +196,12 @@ class FakeSglang:
             return _refusal(f"Duplicate request ID detected: {rid}")
         if self.faults.never_answer:
             await asyncio.sleep(3600)
+        loaded = self.adapters[adapter] if adapter is not None else None
         while self.paused or self.faults.queue:  # noqa: ASYNC110
             await asyncio.sleep(TOKEN_SECONDS)
-        call = self.calls[rid] = Call()
+        call = self.calls[rid] = Call(adapter=loaded)
         try:
-            reason = await self._decode(call, prompt, sampling, adapter)
+            reason = await self._decode(call, prompt, sampling)
         finally:
             del self.calls[rid]
         finish: dict[str, Any] = {"type": reason}
@@ -224,7 +231,7 @@ class FakeSglang:
         meta["input_token_logprobs"] = []
         if (start := body.get("logprob_start_len", -1)) >= 0:
             # Of the first of them none is reported, wherever that is.
-            rows = self._prompt_logprobs(prompt, adapter)[start:]
+            rows = self._prompt_logprobs(prompt, loaded)[start:]
             meta["input_token_logprobs"] = [[None, *rows[0][1:]], *rows[1:]]
         return JSONResponse({"output_ids": call.tokens, "meta_info": meta})
 
@@ -237,16 +244,14 @@ class FakeSglang:
             self._model(torch.tensor([ids]), use_cache=False)
         return base64.b64encode(recorded.compact().astype(np.int32).tobytes()).decode()
 
-    async def _decode(
-        self, call: Call, prompt: list[int], sampling: dict[str, Any], adapter: str | None
-    ) -> str:
+    async def _decode(self, call: Call, prompt: list[int], sampling: dict[str, Any]) -> str:
         while len(call.tokens) < sampling["max_new_tokens"]:
             await asyncio.sleep(TOKEN_SECONDS)
             while self.paused and not call.aborted:  # noqa: ASYNC110
                 await asyncio.sleep(TOKEN_SECONDS)
             if call.aborted or self.faults.abort_everything:
                 return "abort"
-            token, logprob = self.step(prompt + call.tokens, sampling, adapter)
+            token, logprob = self.step(prompt + call.tokens, sampling, call.adapter)
             call.tokens.append(token)
             call.logprobs.append(logprob)
             call.versions.append(self.version)
@@ -254,7 +259,9 @@ class FakeSglang:
                 return "stop"
         return "length"
 
-    def _prompt_logprobs(self, prompt: list[int], adapter: str | None) -> list[list[Any]]:
+    def _prompt_logprobs(
+        self, prompt: list[int], adapter: dict[str, Any] | None
+    ) -> list[list[Any]]:
         with torch.no_grad():
             logits = self._with(adapter)(torch.tensor([prompt]), use_cache=False).logits[0, :-1]
         table = torch.log_softmax(logits, dim=-1)

@@ -299,6 +299,7 @@ def _joined(body: dict[str, Any]) -> Any:
 def _adapter_routes(fake: FakeSglang) -> None:
     """LoRA, which needs CUDA: after 0.5.21's source. Without `--enable-lora`: as recorded."""
     app = fake.app
+    one_at_a_time = asyncio.Lock()
 
     def outcome(error: str | None) -> Response:
         if not fake.info["enable_lora"]:
@@ -313,29 +314,33 @@ def _adapter_routes(fake: FakeSglang) -> None:
         }
         return JSONResponse(body, 400 if error else 200)
 
-    def load(name: str, entry: dict[str, Any]) -> Response:
-        if name in fake.adapters:
-            return outcome(f"LoRA adapter with name {name} already exists.")
-        if fake.info["enable_lora"]:
-            fake.adapters[name] = entry
-        return outcome(None)
+    async def load(name: str, entry: dict[str, Any]) -> Response:
+        async with one_at_a_time:
+            if name in fake.adapters:
+                return outcome(f"LoRA adapter with name {name} already exists.")
+            if fake.info["enable_lora"]:
+                fake.adapters[name] = entry
+            return outcome(None)
 
     @app.post("/load_lora_adapter")
     async def load_path(body: dict[str, Any]) -> Response:
         path = Path(body["lora_path"]) / "adapter_config.json"
         if not path.exists():
             return outcome(f"Failed to load LoRA adapter: no {path}")
-        return load(body["lora_name"], {"path": body["lora_path"]})
+        return await load(body["lora_name"], {"path": body["lora_path"]})
 
     @app.post("/load_lora_adapter_from_tensors")
     async def load_tensors(body: dict[str, Any]) -> Response:
         tensors = fake.mistaken or _received(body["serialized_named_tensors"][0])
-        return load(body["lora_name"], {"config": body["config_dict"], "tensors": tensors})
+        return await load(body["lora_name"], {"config": body["config_dict"], "tensors": tensors})
 
     @app.post("/unload_lora_adapter")
     async def unload(body: dict[str, Any]) -> Response:
-        known = fake.adapters.pop(body["lora_name"], None)
-        return outcome(None if known else f"LoRA adapter {body['lora_name']} is not loaded.")
+        async with one_at_a_time:
+            known = fake.adapters.pop(body["lora_name"], None)
+            while known and any(c.adapter is known for c in fake.calls.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            return outcome(None if known else f"LoRA adapter {body['lora_name']} is not loaded.")
 
 
 def _outcome(success: bool, message: str) -> Response:

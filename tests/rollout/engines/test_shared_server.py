@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -208,6 +209,61 @@ async def test_a_server_that_forgets_an_adapter_loses_no_turn_to_the_base(
     await team.check(ALL, "again")
     assert loads_of_base(fake) == loads
     assert team.off("planner", PROMPT, await running) < 2e-4
+
+
+async def test_turns_of_a_lost_adapter_end_at_once_and_keep_no_token(
+    fake: FakeSglang, team: Team
+) -> None:
+    solver = team.engines["solver"]
+    name = name_of(fake, "solver")
+    kept = asyncio.create_task(ask(solver, "kept", PROMPT, max_new_tokens=200))
+    await until(lambda: any(len(call.tokens) > 2 for call in fake.calls.values()))
+    # The server returns it in a load of weights: its tokens are kept, the rest is asked for.
+    team.host.updates += 1
+    (call,) = fake.calls.values()
+    call.aborted = True
+    await until(lambda: len(solver._turns.get("kept").versions) > 2)  # type: ignore[union-attr]
+    await until(lambda: bool(fake.calls))
+    other = asyncio.create_task(ask(team.engines["planner"], "on", PROMPT, max_new_tokens=60))
+    await until(lambda: len(fake.calls) == 2)
+    # Somebody unloads it: SGLang takes no new turns for it, and loads nothing before the last ends.
+    async with httpx.AsyncClient(base_url=solver.url, timeout=PATIENCE) as client:
+        unloading = asyncio.create_task(
+            client.post("/unload_lora_adapter", json={"lora_name": name})
+        )
+        await until(lambda: name not in fake.adapters)
+        with pytest.raises(EngineStale):
+            await ask(solver, "refused", PROMPT)
+        with pytest.raises(EngineStale) as lost:
+            await kept
+        assert lost.value.drawn is not None
+        assert lost.value.drawn.token_ids == []
+        await team.update("solver", 0)
+        assert (await unloading).status_code == 200
+    await team.check(ALL, "again")
+    assert team.off("planner", PROMPT, await other) < 2e-4
+
+
+async def test_turns_of_an_adapter_that_a_server_computes_wrongly_are_not_taken(
+    fake: FakeSglang, team: Team
+) -> None:
+    solver = team.engines["solver"]
+    running = asyncio.create_task(ask(solver, "running", PROMPT, max_new_tokens=200))
+    await until(lambda: bool(fake.calls))
+    wrong = fake.adapters[name_of(fake, "solver")]
+    other = fake.adapters[name_of(fake, "checker")]
+    wrong.clear()
+    wrong.update(other)
+    # The next refusal, whatever its reason, has the adapter proved.
+    fake.refuses = {"unlucky"}
+    with pytest.raises(EngineStale):
+        await ask(solver, "unlucky", PROMPT)
+    with pytest.raises(EngineStale):
+        await running
+    assert solver.state == STALE
+    assert not any(name.startswith("solver@") for name in fake.adapters)
+    await team.update("solver", 0)
+    await team.check(ALL, "again")
 
 
 async def test_a_server_that_was_started_anew_unnoticed_serves_nobody_before_it_has_all(

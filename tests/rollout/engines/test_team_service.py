@@ -250,6 +250,6 @@ async def test_a_forgotten_adapter_costs_its_turns_time_and_nothing_else(
         assert {span.version for span in answer.versions} == {0}
         await asyncio.gather(*others)
         one.check_turns()
-        # Also the role's running turn, which this server would go on with by the base.
+        # Also the role's running turn, which ends with the adapter or is asked for again.
         assert sum(policy == "solver" for policy, _, _ in one.turns) == 2
         assert {status.restarts for status in (await one.statuses()).values()} == {0}

@@ -121,11 +121,18 @@ class AdapterVersions:
         # Version and proof of each adapter that the server holds.
         self._held: dict[str, tuple[common_pb.WeightsRef, Proof]] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
+        # Adapters that the server has lost or computes wrongly, until they are unloaded.
+        self._lost: set[str] = set()
 
     @property
     def names(self) -> frozenset[str]:
-        """Adapters that the server holds."""
-        return frozenset(self._held)
+        """Adapters that the server holds, as far as is known."""
+        return frozenset(self._held) - self._lost
+
+    @property
+    def now(self) -> ServedAdapter:
+        """What new turns are generated with."""
+        return self._now
 
     @property
     def live(self) -> list[int]:
@@ -142,6 +149,7 @@ class AdapterVersions:
                 task.cancel()
             self._held.clear()
             self._unloading.clear()
+            self._lost.clear()
 
     def begin(self) -> ServedAdapter:
         """The adapter and version that a new turn is generated with; `ended` has to follow."""
@@ -195,21 +203,27 @@ class AdapterVersions:
     async def holds(self, served: ServedAdapter) -> bool:
         """Return whether the server still computes with an adapter that turns use. Raises
         `ServerGone` and `BrokenReply`."""
-        if served.name is None or (known := self._held.get(served.name)) is None:
+        if served.name is None or served.name not in self.names:
             return False
-        ref, proof = known
+        ref, proof = self._held[served.name]
         try:
             await prove(self._server.api, proof, ref, adapter=served.name)
         except UpdateFailed:
             return False
         return True
 
-    async def drop(self, served: ServedAdapter) -> bool:
-        """Unload an adapter that the server computes wrongly, if it still has it. Return whether
-        new turns would use it."""
+    def lost(self, served: ServedAdapter) -> None:
+        """Note that the server has lost an adapter, or computes it wrongly."""
         if served.name is not None and served.name in self._held:
-            await self._unload(served.name)
-        return served == self._now
+            self._lost.add(served.name)
+
+    async def drop(self, served: ServedAdapter) -> None:
+        """Unload an adapter that is `lost`. Its turns have ended: servers wait for them."""
+        if served.name is None or served.name not in self._lost:
+            return
+        if served.name not in self._unloading:
+            self._start_unloading(served.name)
+        await asyncio.wait([self._unloading[served.name]])
 
     async def unload_all(self) -> None:
         """Unload every adapter: no turn uses one."""
@@ -226,9 +240,12 @@ class AdapterVersions:
         for name in sorted(self._held):
             used = name == self._now.name or self._turns[name] > 0
             if not used and name not in self._unloading:
-                task = asyncio.create_task(self._unload(name), name=f"unload-{name}")
-                self._unloading[name] = task
-                task.add_done_callback(partial(self._unloaded, name))
+                self._start_unloading(name)
+
+    def _start_unloading(self, name: str) -> None:
+        task = asyncio.create_task(self._unload(name), name=f"unload-{name}")
+        self._unloading[name] = task
+        task.add_done_callback(partial(self._unloaded, name))
 
     def _unloaded(self, name: str, _: asyncio.Task[None]) -> None:
         self._unloading.pop(name, None)
@@ -247,6 +264,7 @@ class AdapterVersions:
     def _forget(self, name: str) -> None:
         self._slots.free(name)
         self._held.pop(name, None)
+        self._lost.discard(name)
         del self._turns[name]
 
 

@@ -109,6 +109,8 @@ class ServerEngine(ServingEngine):
         self._incarnation = 0
         # Of a policy that trains a LoRA adapter, or is the base under others'.
         self._versions = AdapterVersions(self._server, host.slots)
+        # What the server generates each turn with.
+        self._served: dict[EngineTurn, ServedAdapter] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._aborting: set[str] = set()
@@ -571,10 +573,11 @@ class ServerEngine(ServingEngine):
             future.set_result(outcome)
 
     async def _respond(self, turn: EngineTurn) -> EngineResponse:
-        served = self._versions.begin()
+        served = self._served[turn] = self._versions.begin()
         try:
             return await self._request(turn, served)
         finally:
+            del self._served[turn]
             self._versions.ended(served)
 
     async def _request(self, turn: EngineTurn, served: ServedAdapter) -> EngineResponse:
@@ -593,16 +596,13 @@ class ServerEngine(ServingEngine):
                     cache_key=self._cache_key,
                 )
             except Refused as error:
-                raise await self._refusal(served, error) from error
+                raise await self._refusal(served, error, turn) from error
             if served.version is None:
                 # Tokens of weights that are not verified yet must not get out.
                 await self._settled.wait()
             elif not reply.is_over(asked_of):
                 if updates == host.updates:  # else it has been loaded again meanwhile
                     host.doubt_base(self._not_the_base)
-                raise EngineStale(self.engine_id, self._life.name)
-            elif served.name is not None and served.name not in self._versions.names:
-                # Found lost while the turn ran: what drew it is unknown.
                 raise EngineStale(self.engine_id, self._life.name)
             # Of a server that another worker keeps only its own word counts.
             steady = updates == host.updates and not self._followed
@@ -636,17 +636,31 @@ class ServerEngine(ServingEngine):
                 raise BrokenReply(f"the server aborted it: {reply.message or 'no reason given'}")
             turn.incarnation += 1
 
-    async def _refusal(self, served: ServedAdapter, error: Refused) -> Exception:
-        """The error of a refused request: if the server has lost the adapter, the engine has no
-        weights any more."""
+    async def _refusal(
+        self, served: ServedAdapter, error: Refused, turn: EngineTurn | None = None
+    ) -> Exception:
+        """The error of a refused request, of `turn` or of a score: if the server has lost the
+        adapter, or computes it wrongly, the engine has no weights any more."""
         if served.name is None or await self._versions.holds(served):
             return error
-        current = await self._versions.drop(served)
-        if current and self._life.serves:
+        if served == self._versions.now and self._life.serves:
             self._life.distrusted(f"the server has lost adapter '{served.name}': {error}")
+        self._versions.lost(served)
+        self._end_turns_of(served, besides=turn)
+        await self._versions.drop(served)
         # It may have been started anew.
         await self.host.verify_base()
         return EngineStale(self.engine_id, self._life.name)
+
+    def _end_turns_of(self, served: ServedAdapter, besides: EngineTurn | None) -> None:
+        """End the turns of a lost adapter, without their tokens: it is unknown what drew them, and
+        a server unloads no adapter, and loads no other, before its last turn has ended."""
+        for turn, future in self._unanswered():
+            if self._served.get(turn) == served:
+                if turn is not besides:
+                    self._drop(turn)
+                    future.set_exception(EngineStale(self.engine_id, self._life.name))
+                turn.restart()
 
     async def _lost(self, error: Exception) -> EngineDied | None:
         """After a broken connection: the error if the server is gone, None if it is alive."""
@@ -686,6 +700,8 @@ class ServerEngine(ServingEngine):
             self._versions.ended(served)
         version = loaded if served.version is None else served.version
         if version is None or updates != host.updates:
+            return None
+        if served.name is not None and served.name not in self._versions.names:
             return None
         if self._followed and await self._named_version() != str(version):
             return None
