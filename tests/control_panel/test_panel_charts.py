@@ -317,3 +317,47 @@ async def test_nine_evaluations_are_few_tiles_and_a_chart_that_can_be_read(
         await expect(tables.nth(1).locator(".pill")).to_have_count(4)
         assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
         assert faults == []
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (400, "dark")])
+async def test_monitors_of_a_team_are_small_charts_with_a_line_per_agent(
+    panel: Panel, tmp_path: Path, width: int, scheme: str
+) -> None:
+    from playwright.async_api import expect
+
+    job_id = await panel.submit()
+    await panel.orchestrator.move(job_id, common_pb.JOB_STATE_STARTING, common_pb.JOB_STATE_RUNNING)
+    size = {"width": width, "height": 1300}
+    async with opened(viewport=size, color_scheme=scheme) as (page, faults):
+        await panel.orchestrator.step(job_id, 1, reward__solver__mean=0.5)
+        await page.goto(panel.url)
+        await expect(page.locator("#chart-reward .legend")).to_contain_text("solver 0.5")
+        # Without such metrics, as with one agent, there is no such section.
+        await expect(page.locator("#team")).to_be_hidden()
+        for step in (2, 3, 4):
+            shares = {"turn_share__solver": 0.25, "turn_share__checker": 0.75}
+            await panel.orchestrator.step(job_id, step, **shares, trajectory__copying__checker=0.5)
+            values = {}
+            for written in ("evaluation", "evaluations__gsm8k"):
+                name = f"{written}__contribution__solver"
+                bounds = {f"{name}__low": step / 8 - 0.25, f"{name}__high": step / 8 + 0.25}
+                values |= {name: step / 8, **bounds}
+            await panel.orchestrator.step(job_id, step, **values)
+        cards = page.locator("#team [data-metric]:visible")
+        await expect(cards).to_have_count(3)
+        contribution = page.locator("#team [data-metric=contribution]")
+        await expect(contribution.locator(".legend")).to_contain_text("solver 0.5")
+        await expect(contribution.locator(".legend")).to_contain_text("solver on gsm8k 0.5")
+        await expect(contribution.locator(".chart")).to_have_attribute("data-bands", "2")
+        turns = page.locator("#team [data-metric=turn_share] .legend")
+        await expect(turns).to_contain_text("checker 0.75")
+        await expect(page.locator("#team [data-metric='trajectory/copying']")).to_be_visible()
+        await pictured(page, tmp_path, f"team-{width}-{scheme}")
+        assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        # The earlier steps come as columns, and the page is the same.
+        await page.reload()
+        await expect(contribution.locator(".legend")).to_contain_text("solver on gsm8k 0.5")
+        await expect(cards).to_have_count(3)
+        assert faults == []

@@ -65,6 +65,10 @@ def test_a_tally_names_metrics_as_the_field_does() -> None:
         "reward/mean": 0.5,
         "team/mean": 0.5,
         "response_length/solver": pytest.approx(50 / 3),
+        "turn_share/solver": 1,
+        "turn_share/checker": 0,
+        "token_share/solver": 1,
+        "token_share/checker": 0,
         "rollout/seconds": 2.0,
         "rollout/tokens_per_second": 25.0,
         "rollout/turn_seconds/mean": pytest.approx(6.5 / 3),
@@ -79,6 +83,27 @@ def test_a_tally_names_metrics_as_the_field_does() -> None:
         "trajectories/failed": 1.0,
     }
     assert tally.most_common_reason == "deadline: 9 s"
+
+
+def test_the_shares_of_agents_are_of_all_turns_and_all_tokens() -> None:
+    tally = Tally(["solver", "checker", "judge"], {})
+    for agent, tokens in (("solver", 30), ("solver", 40), ("checker", 30)):
+        event = ended({"solver": 1.0}, tokens=tokens)
+        event.turns[0].agent = agent
+        tally.add(event)
+    found = tally.values(1.0)
+    shares = {name: value for name, value in found.items() if "_share/" in name}
+    assert shares == {
+        "turn_share/solver": pytest.approx(2 / 3),
+        "turn_share/checker": pytest.approx(1 / 3),
+        "turn_share/judge": 0,
+        "token_share/solver": pytest.approx(0.7),
+        "token_share/checker": pytest.approx(0.3),
+        "token_share/judge": 0,
+    }
+    alone = Tally(["solver"], {})
+    alone.add(ended({"solver": 1.0}))
+    assert not [name for name in alone.values(1.0) if "_share/" in name]
 
 
 def test_faults_of_the_environment_are_counted() -> None:

@@ -222,6 +222,19 @@ async def edits_its_replies(query: Any, agents: Any, tools: Any) -> dict[str, fl
     return {"solver": 1.0}
 
 
+async def judged(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    """The solver answers, the checker repeats the answer of every query, and rejects it on odd
+    ones."""
+    draft = await agents["solver"].chat(query["question"])
+    draft.text = f"We add the numbers one after another. #{query['answer']}"
+    verdict = await agents["checker"].chat(query["question"] + draft.text)
+    # As an agent that is left out says nothing.
+    if verdict.response:
+        wrong = query.index % 2
+        verdict.text = "No #0" if wrong else draft.text
+    return {"team": float(bool(verdict.text))}
+
+
 async def asks_stranger(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     await agents["critic"].chat(query["question"])
     return {}

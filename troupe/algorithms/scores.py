@@ -15,8 +15,8 @@ from troupe.contracts.metric_names import TEAM
 
 MOST_VOTERS: Final = 64
 """Largest k of maj@k: its cost grows with the cube of k."""
-# The 97.5th percentile of the normal distribution: intervals of 95 %.
-_Z: Final = 1.959963984540054
+Z_95: Final = 1.959963984540054
+"""The 97.5th percentile of the normal distribution: intervals of 95 %."""
 
 
 def success_of(
@@ -107,9 +107,9 @@ def interval(mean: float, count: int) -> tuple[float, float]:
     """
     if count < 1:
         raise ValueError("an interval needs at least one value")
-    z2 = _Z * _Z / count
+    z2 = Z_95 * Z_95 / count
     middle = (mean + z2 / 2) / (1 + z2)
-    half = _Z / (1 + z2) * math.sqrt(max(0.0, mean * (1 - mean)) / count + z2 / (4 * count))
+    half = Z_95 / (1 + z2) * math.sqrt(max(0.0, mean * (1 - mean)) / count + z2 / (4 * count))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -126,7 +126,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
         return interval(mean, len(values))
     if len(values) < 2:
         return None
-    half = _Z * statistics.stdev(values) / math.sqrt(len(values))
+    half = Z_95 * statistics.stdev(values) / math.sqrt(len(values))
     return (mean - half, mean + half) if math.isfinite(half) else None
 
 

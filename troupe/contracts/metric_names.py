@@ -18,6 +18,15 @@ ENVIRONMENT_RETRIES: Final = "environment_retries"
 UNUSED_ENDPOINT: Final = "endpoint_unused"
 """1 if it opened an endpoint, made no turn there, and was rewarded anyway."""
 
+AGREEMENT: Final = "agreement/"
+"""The share of the other agents' answers that equal an agent's answer; the agent's name follows."""
+
+COPYING: Final = "copying/"
+"""The share of an agent's text that another agent wrote first; the agent's name follows."""
+
+ACCEPTS: Final = "accepts/"
+"""1 if a judge's last reply accepts; the judge's name follows."""
+
 # --- A policy's update, as `<policy>/<name>` in the metrics of the step -----------------------
 
 ZERO_ADVANTAGES: Final = "advantage/zero_fraction"
@@ -92,6 +101,12 @@ def mean_reward(agent: str) -> str:
     return f"reward/{agent}/mean"
 
 
+TURN_SHARE: Final = "turn_share/"
+"""The share of all turns that an agent took; the agent's name follows."""
+
+TOKEN_SHARE: Final = "token_share/"
+"""The share of all response tokens that an agent wrote; the agent's name follows."""
+
 # --- An evaluation ---------------------------------------------------------------------------
 
 EVALUATION: Final = "evaluation/"
@@ -105,3 +120,12 @@ TEAM_SCORE: Final = "team_success"
 
 BOUNDS: Final = ("/low", "/high")
 """The suffixes of the bounds of a metric's confidence interval."""
+
+CONTRIBUTION: Final = "contribution/"
+"""The success as played minus the success with an agent replaced; the agent's name follows."""
+
+ACCEPTS_WRONG: Final = "accepts_wrong/"
+"""The share of unsolved queries that a judge accepts; the judge's name follows."""
+
+REJECTS_RIGHT: Final = "rejects_right/"
+"""The share of solved queries that a judge rejects; the judge's name follows."""

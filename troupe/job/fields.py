@@ -135,6 +135,14 @@ class JobFields(Section):
         queries."""
         return self.evaluations[name] if name else self.evaluation
 
+    def replaced_agents(self, evaluation: str) -> list[str]:
+        """Return the agents whose contribution an evaluation measures; "" is the section
+        `evaluation`."""
+        spec = self.evaluation_of(evaluation).contributions
+        if spec is None:
+            return []
+        return spec.agents or [n for n, agent in self.agents.items() if agent.policy != spec.by]
+
     @property
     def best(self) -> BestSpec | EarlyStopSpec | None:
         """The section whose `metric` and `mode` choose the best checkpoint; None: none is kept."""

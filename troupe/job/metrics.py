@@ -63,7 +63,8 @@ def metric_problem(spec: JobFields, metric: str) -> str:
     known = [*_rollout(spec), *_step(spec)]
     for name in spec.evaluation_sets:
         prefix = evaluation_prefix(name)
-        own = [f"{prefix}{one}" for one in (*_rollout(spec), *_solved(spec, name))]
+        names = (*_rollout(spec), *_solved(spec, name), *_team(spec, name))
+        own = [f"{prefix}{one}" for one in names]
         known += own
         if metric.startswith(prefix):
             rest = metric.removeprefix(prefix)
@@ -71,8 +72,7 @@ def metric_problem(spec: JobFields, metric: str) -> str:
                 rest = rest.removesuffix(bound)
             if prefix + rest in own or _is_below(rest, (*_OPEN_IN_EVALUATIONS, "version")):
                 return ""
-    names = (*_OPEN, *spec.trained_policies)
-    if metric in known or _is_below(metric, names):
+    if metric in known or _is_below(metric, (*_OPEN, *spec.trained_policies)):
         return ""
     return f"`{metric}` is no metric of this job; " + suggestion(metric, known)
 
@@ -98,6 +98,12 @@ def _rollout(spec: JobFields) -> list[str]:
         metric_names.TEAM_MEAN,
         *(metric_names.mean_reward(agent) for agent in spec.agents),
         *(f"response_length/{agent}" for agent in spec.agents),
+        *(
+            f"{share}{agent}"
+            for share in (metric_names.TURN_SHARE, metric_names.TOKEN_SHARE)
+            for agent in spec.agents
+            if len(spec.agents) > 1
+        ),
         metric_names.ROLLOUT_SECONDS,
         metric_names.TOKENS_PER_SECOND,
         "trajectories/failed",
@@ -125,3 +131,13 @@ def _solved(spec: JobFields, name: str) -> list[str]:
 
     ks = steps_of_k(one.samples)
     return [f"pass@{k}" for k in ks] + [f"maj@{k}" for k in ks if 1 < k <= MOST_VOTERS]
+
+
+def _team(spec: JobFields, name: str) -> list[str]:
+    """Return the metrics of agents that an evaluation judges and replaces."""
+    judges = spec.evaluation_of(name).judges
+    return [
+        *(f"{metric_names.CONTRIBUTION}{agent}" for agent in spec.replaced_agents(name)),
+        *(f"{metric_names.ACCEPTS_WRONG}{judge}" for judge in judges),
+        *(f"{metric_names.REJECTS_RIGHT}{judge}" for judge in judges),
+    ]

@@ -19,7 +19,7 @@ from troupe.job.sections.algorithm import AlgorithmSpec
 from troupe.job.sections.balancing import BalancingSpec
 from troupe.job.sections.data import TasksSpec
 from troupe.job.sections.population import Pools
-from troupe.job.sections.run import EvaluationSetSpec
+from troupe.job.sections.run import EvaluationSetSpec, EvaluationSpec
 from troupe.rpc.errors import NotFound
 
 # Defaults for jobs with an environment: fragments take equally long and are not compared.
@@ -71,6 +71,9 @@ class JobSpec(JobFields):
             played.update(pools.slots, pools.learners)
         if (distillation := self.algorithm.distillation) is not None:
             played.update(distillation.teachers.values())
+        for one in self.evaluation_sets.values():
+            if one.contributions is not None and one.contributions.by is not None:
+                played.add(one.contributions.by)
         unused = sorted(set(self.policies) - played)
         if unused:
             raise ValueError(
@@ -151,6 +154,8 @@ class JobSpec(JobFields):
             if name in ("reward", "trajectories"):
                 raise ValueError(f"{field}: metrics have this name; choose another")
             self._check_success(field, one.success)
+            _check_judges(self, field, one)
+            _check_contributions(self, field, name)
         if not self.pipeline.steps and not self.evaluation_sets:
             raise ValueError(
                 "pipeline.steps: with 0 steps there is no training, and the job has no evaluation; "
@@ -599,6 +604,50 @@ def _check_roles(job: JobSpec) -> None:
                     )
 
 
+def _check_judges(job: JobSpec, field: str, evaluation: EvaluationSpec) -> None:
+    """Raise ValueError that names the field for a judge that is no agent."""
+    for judge in evaluation.judges:
+        if judge not in job.agents:
+            known = ", ".join(sorted(job.agents))
+            raise ValueError(f"{field}.judges: '{judge}' is not an agent; known: {known}")
+
+
+def _check_contributions(job: JobSpec, field: str, name: str) -> None:
+    """Raise ValueError that names the field if agents of evaluation `name` cannot be replaced."""
+    evaluation = job.evaluation_of(name)
+    spec = evaluation.contributions
+    if spec is None:
+        return
+    field = f"{field}.contributions"
+    if spec.by is not None:
+        if spec.by not in job.policies:
+            known = ", ".join(sorted(job.policies))
+            raise ValueError(f"{field}.by: '{spec.by}' is not a policy; known: {known}")
+        if job.policies[spec.by].trainable:
+            raise ValueError(
+                f"{field}.by: '{spec.by}' is trained, so contributions before and after would "
+                "be relative to different weights; name a policy with `trainable: false`"
+            )
+    for agent in spec.agents:
+        if agent not in job.agents:
+            known = ", ".join(sorted(job.agents))
+            raise ValueError(f"{field}.agents: '{agent}' is not an agent; known: {known}")
+        if job.agents[agent].policy == spec.by:
+            raise ValueError(
+                f"{field}.agents: '{spec.by}' plays '{agent}' anyway, so nothing would be "
+                "replaced; leave the agent out"
+            )
+    if not (replaced := job.replaced_agents(name)):
+        raise ValueError(f"{field}.by: '{spec.by}' plays all agents, so nothing is replaced")
+    queries = min(spec.queries, evaluation.queries or spec.queries)
+    total = queries * evaluation.samples * len(replaced)
+    if total > MAX_TRAJECTORIES:
+        raise ValueError(
+            f"{field}.queries: {total:,} trajectories with one of {len(replaced)} agents replaced "
+            f"are more than {MAX_TRAJECTORIES:,}; lower it"
+        )
+
+
 def _check_networks(job: JobSpec) -> None:
     """Raise ValueError that names the field for settings that do not match networks or language
     models."""
@@ -692,6 +741,9 @@ def _foreign_to_steps(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
     for name, one in {"": job.evaluation, **job.evaluations}.items():
         field = f"evaluations.{name}" if name else "evaluation"
         yield f"{field}.temperature", (one.temperature or 0) != 0, temperature
+        words = "networks write no replies; remove it"
+        yield f"{field}.judges", bool(one.judges), words
+        yield f"{field}.contributions", one.contributions is not None, words
 
 
 def _check_population(job: JobSpec, pools: Pools) -> None:

@@ -179,6 +179,7 @@ class Ticket(_message.Message):
     LEARNERS_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     query_id: _builtins.str
     trajectory_id: _builtins.str
     split: _builtins.str
@@ -203,6 +204,10 @@ class Ticket(_message.Message):
     def task(self) -> Global___TaskRef:
         """For a curriculum, instead of `index`: the item and its source, in the order of the first pass."""
 
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Agents that say nothing: each of their turns is empty instead of drawn."""
+
     def __init__(
         self,
         *,
@@ -216,10 +221,11 @@ class Ticket(_message.Message):
         learners: _abc.Iterable[_builtins.str] | None = ...,
         evaluation: _builtins.str = ...,
         task: Global___TaskRef | None = ...,
+        left_out: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_task", b"_task", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_task", b"_task", "cast", b"cast", "evaluation", b"evaluation", "index", b"index", "learners", b"learners", "purpose", b"purpose", "query_id", b"query_id", "seed", b"seed", "split", b"split", "task", b"task", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_task", b"_task", "cast", b"cast", "evaluation", b"evaluation", "index", b"index", "learners", b"learners", "left_out", b"left_out", "purpose", b"purpose", "query_id", b"query_id", "seed", b"seed", "split", b"split", "task", b"task", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__task: _TypeAlias = _typing.Literal["task"]  # noqa: Y015
     _WhichOneofArgType__task: _TypeAlias = _typing.Literal["_task", b"_task"]  # noqa: Y015

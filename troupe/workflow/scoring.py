@@ -67,11 +67,22 @@ async def rewards_of(
 def answer_of(query: Query, turns: Sequence[TurnRecord], pattern: str | None) -> str | None:
     """Return the vote of a trajectory: `query.answer`, else the match of `pattern` in its last
     reply, with white space folded. None: no vote, or only white space."""
-    answer = query.answer
-    if answer is None and pattern is not None:
+    if query.answer is None and pattern is not None:
         replies = [turn.reply.text for turn in turns if turn.reply is not None]
-        *_, found = [None, *re.finditer(pattern, replies[-1] if replies else "")]
-        answer = found and found[1 if found.re.groups else 0]
+        return match_of(pattern, replies[-1]) if replies else None
+    return _folded(query.answer)
+
+
+def match_of(pattern: str, text: object) -> str | None:
+    """Return the first group (without groups: the whole) of the last match of `pattern` in a reply,
+    with white space folded. None: no match, only white space, or no text."""
+    if not isinstance(text, str):
+        return None  # a workflow may assign anything to a reply
+    *_, found = [None, *re.finditer(pattern, text)]
+    return _folded(found and found[1 if found.re.groups else 0])
+
+
+def _folded(answer: object) -> str | None:
     text = "" if answer is None else " ".join(str(answer).split())
     return safe_text(text, _ANSWER_CHARS) or None
 

@@ -11,6 +11,7 @@ import { drawHosts, drawJobHosts } from "./hosts.js";
 import { drawJobTable } from "./jobs.js";
 import { planFor } from "./plan.js";
 import { drawPopulation } from "./population.js";
+import { drawTeam, ofTeam } from "./team.js";
 import { Viewer, audit, drawSamples } from "./trajectories.js";
 
 const TERMINAL = ["succeeded", "failed", "cancelled"];
@@ -36,7 +37,7 @@ const MULTIPLES = [
   return { pattern: new RegExp(`^([\\w-]+)/${metric}$`), card, chart: new Chart(place) };
 });
 const IDLE = ["skipped", "samples", "no_signal"];
-const drawnOf = (name) => [REWARD, THROUGHPUT, LOSS, ...MULTIPLES.map((one) => one.pattern)].some((pattern) => pattern.test(name)) || name === SECONDS || IDLE.includes(name.split("/").at(-1)) || ofEvaluations(name);
+const drawnOf = (name) => [REWARD, THROUGHPUT, LOSS, ...MULTIPLES.map((one) => one.pattern)].some((pattern) => pattern.test(name)) || name === SECONDS || IDLE.includes(name.split("/").at(-1)) || ofEvaluations(name) || ofTeam(name);
 // Metrics of this many recent steps come with the stream; the drawn ones of earlier steps come as columns.
 const RECENT = 64;
 
@@ -127,6 +128,7 @@ function drawOthers() {
     chart.draw(training.steps, series, seconds);
   }
   drawEvaluations(evaluations, training.secondsAt(SECONDS, evaluations.steps), spec);
+  drawTeam(training, evaluations, (table) => training.secondsAt(SECONDS, table.steps));
   drawGaps();
   performance.measure("troupe-charts", { start: began });
   drawn = performance.now();

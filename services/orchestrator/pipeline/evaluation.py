@@ -14,6 +14,7 @@ from services.orchestrator.errors import Deadline
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
 from services.orchestrator.pipeline.failures import check_failures, report_failures
 from services.orchestrator.pipeline.metrics import Tally
+from services.orchestrator.pipeline.team_monitors import Contributions, JudgeErrors
 from troupe.algorithms.scores import (
     MOST_VOTERS,
     interval,
@@ -65,6 +66,8 @@ class EvaluationRunner:
         self.tally = Tally(job.spec.agents, {})
         self._solved = SolvedQueries(self._spec)
         self._rewards = RewardsByQuery(job.spec.agents)
+        self._judges = JudgeErrors(self._spec)
+        self._contributions = Contributions(job, name, self._queries)
         trajectories = job.shared.trajectories
         self._recent = trajectories.buffer(job.job_id, step, "evaluate")
         # Versions that generated its turns, by policy.
@@ -85,7 +88,7 @@ class EvaluationRunner:
         )
         deadline = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
         batch = TicketBatch(self._step, deadline, self._on_end)
-        groups = (evaluation_tickets(query, self._set) for query in plan)
+        groups = (self._tickets(query) for query in plan)
         try:
             await run_batch(self._dispatch, batch, groups, self._show_progress())
         finally:
@@ -93,7 +96,8 @@ class EvaluationRunner:
         await report_failures(self._job, self._name, self.tally, self._total)
         solved = await asyncio.to_thread(self._solved.values)
         intervals = self._rewards.intervals()
-        values = self.tally.values(time.monotonic() - began) | solved
+        values = self.tally.values(time.monotonic() - began) | solved | self._judges.values()
+        values |= await self._contributions.values(self._name)
         for score, bounds in intervals.items():
             values |= bounds_of(METRICS.get(score, f"{score}/mean"), bounds)
         for policy, versions in sorted(self._versions.items()):
@@ -110,9 +114,16 @@ class EvaluationRunner:
             {f"{short}{name}": value for name, value in scores.items()},
         )
 
+    def _tickets(self, query: admission.QueryPlan) -> list[rollout_pb.Ticket]:
+        tickets = evaluation_tickets(query, self._set)
+        return tickets + self._contributions.tickets(query, tickets)
+
     def _on_end(self, event: rollout_pb.TrajectoryEvent) -> None:
+        if self._contributions.add(event):
+            return
         self.tally.add(event)
         self._solved.add(event)
+        self._judges.add(event)
         self._rewards.add(event)
         self._recent.add(event)
         for turn in event.turns:
@@ -121,12 +132,14 @@ class EvaluationRunner:
 
     async def _show_progress(self) -> None:
         of = f" of {self._set}" if self._set else ""
+        total = self._total + self._contributions.total
         while True:
+            done = self.tally.ended + self._contributions.ended
             self._job.show(
-                f"evaluating: {self.tally.ended} of {self._total} held-out trajectories{of}",
+                f"evaluating: {done} of {total} held-out trajectories{of}",
                 step=self._step,
-                done=self.tally.ended,
-                total=self._total,
+                done=done,
+                total=total,
             )
             await asyncio.sleep(self._job.shared.settings.activity_seconds)
             await self._recent.flush()

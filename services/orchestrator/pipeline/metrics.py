@@ -22,7 +22,9 @@ from troupe.contracts.metric_names import (
     TEAM,
     TEAM_MEAN,
     TEAM_SCORE,
+    TOKEN_SHARE,
     TOKENS_PER_SECOND,
+    TURN_SHARE,
     UNUSED_ENDPOINT,
     ZERO_ADVANTAGES,
     mean_reward,
@@ -238,6 +240,7 @@ class Tally:
             found["environment/failed"] = float(self._faults)
         found |= {mean_reward(agent): mean.value for agent, mean in self._rewards.items()}
         found |= {f"response_length/{name}": mean.value for name, mean in self._lengths.items()}
+        found |= self._shares()
         found |= {f"trajectory/{name}": mean.value for name, mean in self._team_metrics.items()}
         optional = {
             REWARD_MEAN: self._reward,
@@ -253,6 +256,20 @@ class Tally:
             found["rollout/turn_seconds/mean"] = sum(self._turn_seconds) / len(self._turn_seconds)
             found["rollout/turn_seconds/p95"] = percentile(self._turn_seconds, 0.95)
         return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def _shares(self) -> dict[str, float]:
+        """Return each agent's share of turns and of response tokens, 0 if it said nothing; none in
+        a job with one agent."""
+        if len(self._agents) < 2:
+            return {}
+        silent = _RunningMean()
+        said = {agent: self._lengths.get(agent, silent) for agent in self._agents}
+        turns = sum(lengths.count for lengths in said.values())
+        tokens = sum(lengths.total for lengths in said.values())
+        found = {f"{TURN_SHARE}{a}": one.count / turns for a, one in said.items() if turns}
+        return found | {
+            f"{TOKEN_SHARE}{a}": one.total / tokens for a, one in said.items() if tokens
+        }
 
 
 def add_to_profile(profile: JobProfile, event: rollout_pb.TrajectoryEvent, step: int) -> None:
@@ -393,16 +410,16 @@ def percentile(values: list[float], fraction: float) -> float:
 class _RunningMean:
     """A mean of values that are added one by one."""
 
-    __slots__ = ("_sum", "count")
+    __slots__ = ("count", "total")
 
     def __init__(self) -> None:
-        self._sum = 0.0
+        self.total = 0.0
         self.count = 0
 
     def add(self, value: float) -> None:
-        self._sum += value
+        self.total += value
         self.count += 1
 
     @property
     def value(self) -> float:
-        return self._sum / self.count if self.count else math.nan
+        return self.total / self.count if self.count else math.nan

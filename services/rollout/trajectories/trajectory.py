@@ -19,6 +19,7 @@ from services.rollout.scoring import add_teacher_logprobs
 from services.rollout.trajectories import records
 from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.concurrency import EarlyStartGate
+from services.rollout.trajectories.monitors import monitored
 from services.rollout.trajectories.records import End, LargeColumns, RowDestination, TrajectoryLog
 from services.rollout.trajectories.turn_backend import TurnBackend
 from services.rollout.trajectories.watchdog import IN_WORKFLOW, WorkflowBlockedError, blocked_note
@@ -119,6 +120,8 @@ class RunningTrajectory:
         self._turns: Sequence[TurnRecord] = ()
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
+        # Monitors of the team.
+        self._monitored: dict[str, float] = {}
         self._answer: str | None = None
         self._shelf = LargeColumns(job.transfer, job.job_id)
         # Reason of a trajectory that completes.
@@ -237,6 +240,7 @@ class RunningTrajectory:
             left=job.groups.left,
             early_start=self._early_start,
             turnstile=job.turnstile,
+            left_out=ticket.left_out,
         )
         roles = (
             cast.evaluation_roles.get(ticket.evaluation, cast.roles) if evaluating else cast.roles
@@ -299,9 +303,11 @@ class RunningTrajectory:
             tools.close()
         if query.scores:
             self._metrics = {**query.logged(), **self._metrics}
-        if evaluating:
-            pattern = job.spec.evaluation_of(ticket.evaluation).answer_pattern
-            self._answer = scoring.answer_of(query, self._turns, pattern)
+        evaluation = job.spec.evaluation_of(ticket.evaluation) if evaluating else None
+        if evaluation is not None:
+            self._answer = scoring.answer_of(query, self._turns, evaluation.answer_pattern)
+        if len(roles) > 1:
+            self._monitored = await monitored(self._turns, evaluation)
         scoring.check_complete(total, self._turns, job.trained)
         self._rewards = scoring.with_turn_rewards(total, self._turns)
         if backend.opened_endpoint and total and not self._turns:
@@ -381,6 +387,7 @@ class RunningTrajectory:
                 event.seconds = time.monotonic() - began - self._early_start.seconds
             event.rewards.update(self._rewards)
             event.metrics.update(metrics_of(self._turns))
+            event.metrics.update(self._monitored)
             event.metrics.update(self._metrics)
             if self._answer is not None:
                 event.answer = self._answer

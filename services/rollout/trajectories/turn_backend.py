@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.router import StickyRoute
@@ -33,10 +33,12 @@ class TurnBackend:
         left: Callable[[str], int] = lambda query_id: 0,
         early_start: EarlyStartGate,
         turnstile: Turnstile,
+        left_out: Collection[str] = (),
     ) -> None:
         """`policies`: by agent. `turn_began(policy, version)` is called with each turn's first
         version. `left(query_id)`: number of the query's trajectories that have not ended.
-        `early_start`: the gate before each turn; `turnstile`: the gate after it."""
+        `early_start`: the gate before each turn; `turnstile`: the gate after it. `left_out`: agents
+        whose every turn is empty instead of drawn."""
         self._trajectory_id = trajectory_id
         self._policies = policies
         self._turn_seconds = turn_seconds
@@ -46,6 +48,7 @@ class TurnBackend:
         self._left = left
         self._early_start = early_start
         self._turnstile = turnstile
+        self._left_out = left_out
         self.domain = ""
         """Task domain of the query; empty until it is loaded."""
         self._trajectory_endpoints = TrajectoryEndpoints(endpoints)
@@ -64,6 +67,8 @@ class TurnBackend:
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
     ) -> GeneratedTurn:
         """Return one turn, within the turn's and the trajectory's time. Raises `TurnError`."""
+        if agent in self._left_out:
+            return GeneratedTurn((), (), (), "stop")
         policy = self._policies[agent]
         await self._early_start.wait(policy.name, self._clock)
         seconds = self._clock.bound(self._turn_seconds)

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.contracts import metric_names
 from troupe.job.section import (
+    MAX_AGENTS,
     MAX_COEFFICIENT,
     MAX_NORM,
     MAX_QUERIES,
@@ -244,6 +245,19 @@ class CurriculumSpec(SuccessSpec):
         return self
 
 
+class ContributionsSpec(Section):
+    """Contributions of agents: success as played, minus success with one agent replaced
+    (docs/team-monitors.md). Costs the trajectories of its queries once more for each agent."""
+
+    queries: int = Field(ge=1, le=MAX_QUERIES)
+    """Number of the evaluation's first queries that are played again."""
+    by: str | None = None
+    """Frozen policy that plays the replaced agent, such as the model that training began with.
+    Default: none, the agent's turns are empty."""
+    agents: list[str] = Field(default=[], max_length=MAX_AGENTS)
+    """Agents that are replaced, one at a time. Default: all that `by` does not play anyway."""
+
+
 class EvaluationSpec(SuccessSpec):
     """Held-out evaluation before, during and after training."""
 
@@ -258,9 +272,24 @@ class EvaluationSpec(SuccessSpec):
     ... and `samples`."""
     answer_pattern: str | None = Field(default=None, min_length=1, max_length=4096)
     """Regular expression that cuts the answer out of a trajectory's last reply: the first group of
-    its last match. With it, or where the workflow sets `query.answer`, maj@k is reported."""
+    its last match. With it, or where the workflow sets `query.answer`, maj@k is reported; with it,
+    also how often agents agree."""
+    judges: dict[str, Annotated[str, Field(min_length=1, max_length=4096)]] = Field(
+        default={}, max_length=MAX_AGENTS
+    )
+    """Agents that judge, each with a regular expression that its last reply contains if it accepts.
+    How often each accepts what does not solve the query, and rejects what does, is reported."""
+    contributions: ContributionsSpec | None = None
+    """What each agent contributes to success. Default: not measured."""
 
     _pattern = field_validator("answer_pattern")(check_pattern)
+
+    @field_validator("judges")
+    @classmethod
+    def _accept(cls, judges: dict[str, str]) -> dict[str, str]:
+        for pattern in judges.values():
+            check_pattern(pattern)
+        return judges
 
     @property
     def counts_solved(self) -> bool:
