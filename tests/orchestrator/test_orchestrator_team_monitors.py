@@ -71,6 +71,30 @@ async def test_contributions_are_differences_to_the_same_queries_without_an_agen
     assert job.metrics["evaluations/one/trajectories/completed"] == 12
 
 
+async def test_repetitions_respect_the_limit_of_trajectories_in_flight(cluster: Cluster) -> None:
+    """A query has three trajectories as played, and three without each agent."""
+    rollout = cluster.rollouts[0]
+    running, most = set[str](), 0
+
+    def reward(ticket: rollout_pb.Ticket) -> dict[str, float]:
+        running.discard(ticket.trajectory_id)
+        return {"team": 1.0}
+
+    def begun(ticket: rollout_pb.Ticket) -> float:
+        nonlocal most
+        running.add(ticket.trajectory_id)
+        most = max(most, len(running))
+        return 0.01
+
+    rollout.script.reward, rollout.script.slow = reward, begun
+    evaluation = {"queries": 3, "samples": 3, "contributions": {"queries": 3}}
+    limits = {"limits__max_concurrent_trajectories": 3}
+    job = await succeed(cluster, job_yaml(pipeline__steps=0, evaluation=evaluation, **limits))
+    assert job.metrics["evaluation/contribution/solver"] == 0
+    assert len(rollout.tickets) == 27
+    assert most == 3
+
+
 async def test_repetitions_that_fail_neither_count_nor_end_the_job(cluster: Cluster) -> None:
     script = cluster.rollouts[0].script
     script.fail = lambda ticket: "cannot go on" if "checker" in replaced(ticket) else None

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Final
 
 from services.orchestrator.context import JobContext
@@ -88,9 +88,8 @@ class EvaluationRunner:
         )
         deadline = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
         batch = TicketBatch(self._step, deadline, self._on_end)
-        groups = (self._tickets(query) for query in plan)
         try:
-            await run_batch(self._dispatch, batch, groups, self._show_progress())
+            await run_batch(self._dispatch, batch, self._groups(plan), self._show_progress())
         finally:
             await self._recent.flush()
         await report_failures(self._job, self._name, self.tally, self._total)
@@ -114,9 +113,11 @@ class EvaluationRunner:
             {f"{short}{name}": value for name, value in scores.items()},
         )
 
-    def _tickets(self, query: admission.QueryPlan) -> list[rollout_pb.Ticket]:
-        tickets = evaluation_tickets(query, self._set)
-        return tickets + self._contributions.tickets(query, tickets)
+    def _groups(self, plan: Iterable[admission.QueryPlan]) -> Iterator[list[rollout_pb.Ticket]]:
+        for query in plan:
+            tickets = evaluation_tickets(query, self._set)
+            yield tickets
+            yield from self._contributions.groups(query, tickets)
 
     def _on_end(self, event: rollout_pb.TrajectoryEvent) -> None:
         if self._contributions.add(event):

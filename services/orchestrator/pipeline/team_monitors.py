@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from services.orchestrator.context import JobContext
@@ -36,13 +36,14 @@ class Contributions:
     def __init__(self, job: JobContext, evaluation: str, queries: int) -> None:
         """`queries`: number of the evaluation's queries."""
         self._job = job
-        self._evaluation = evaluation
         self._spec = job.spec.evaluation_of(evaluation)
         self._agents = job.spec.replaced_agents(evaluation)
         asked = 0 if self._spec.contributions is None else self._spec.contributions.queries
         self._queries = min(asked, queries)
         self.total = self._queries * self._spec.samples * len(self._agents)
         """Number of repetitions."""
+        # Queries that are played again.
+        self._repeated: set[str] = set()
         # Of the repetitions only.
         self._tally = Tally((), {})
         self._means: defaultdict[str, PairedMeans] = defaultdict(PairedMeans)
@@ -52,14 +53,17 @@ class Contributions:
         """Number of repetitions that have ended."""
         return self._tally.ended
 
-    def tickets(self, query: QueryPlan, played: list[rollout_pb.Ticket]) -> list[rollout_pb.Ticket]:
-        """Return the repetitions of a query's tickets `played`: with the same seeds, once for each
-        agent that is replaced."""
+    def groups(
+        self, query: QueryPlan, played: Sequence[rollout_pb.Ticket]
+    ) -> Iterator[list[rollout_pb.Ticket]]:
+        """Yield the repetitions of a query's tickets `played`, with the same seeds: a group for
+        each agent that is replaced."""
         spec = self._spec.contributions
         if spec is None or query.index >= self._queries:
-            return []
-        repeated = []
+            return
+        self._repeated.add(query.query_id)
         for agent in self._agents:
+            group = []
             for one in played:
                 ticket = rollout_pb.Ticket()
                 ticket.CopyFrom(one)
@@ -68,8 +72,8 @@ class Contributions:
                     ticket.left_out.append(agent)
                 else:
                     ticket.cast[agent] = spec.by
-                repeated.append(ticket)
-        return repeated
+                group.append(ticket)
+            yield group
 
     def add(self, event: rollout_pb.TrajectoryEvent) -> bool:
         """Count an ended trajectory; return whether it is a repetition, which nothing else of the
@@ -77,7 +81,8 @@ class Contributions:
         _, repeated, agent = event.trajectory_id.rpartition(_WITHOUT)
         if repeated:
             self._tally.add(event)
-        if (success := _success_of(event, self._spec)) is not None:
+        success = _success_of(event, self._spec)
+        if success is not None and event.query_id in self._repeated:
             for one in (agent,) if repeated else self._agents:
                 self._means[one].add(event.query_id, success, replaced=bool(repeated))
         return bool(repeated)
