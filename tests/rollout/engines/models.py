@@ -96,3 +96,12 @@ def reference_logprobs(
     table = torch.log_softmax(logits, dim=-1)
     chosen: list[float] = table.gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1).tolist()
     return chosen
+
+
+def greedy_tokens(model: PreTrainedModel, prompt: list[int], count: int = 8) -> list[int]:
+    """The most likely tokens after `prompt`, by plain forward passes."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

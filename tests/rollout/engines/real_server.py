@@ -1,4 +1,4 @@
-"""A real SGLang server for slow tests, when the environment names one.
+"""A real server for slow tests, when the environment names one: SGLang, or vLLM (`real_vllm.py`).
 
 - `TROUPE_SGLANG_PYTHON`: a Python with SGLang installed (and whatever it needs on this machine);
 - or `TROUPE_SGLANG_CPU_TOOL`, a script with the verbs `setup DIR` and `serve DIR ARGS...` that
@@ -11,19 +11,22 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
 from transformers import PreTrainedModel
 
 from services.rollout.engines.server_process import free_port
-from services.rollout.engines.servers.interface import Launch
+from services.rollout.engines.servers.interface import AdapterNeeds, InferenceServer, Launch
 from services.rollout.engines.servers.managed import write_config
 from services.rollout.engines.sglang.server import SglangServer
+from services.rollout.engines.vllm.server import VllmServer
+from tests.rollout.engines import real_vllm
 from tests.rollout.engines.models import make_model, policy_spec
 from troupe.processes.ending import stop_process
 
@@ -92,36 +95,57 @@ def interpreter(directory: Path) -> str:
     return str(wrapper)
 
 
+@dataclass(frozen=True)
+class _Kind:
+    server: type[InferenceServer]
+    interpreter: Callable[[Path], str]
+    # Answers once it serves.
+    page: str
+
+
+_KINDS = {
+    "sglang": _Kind(SglangServer, interpreter, "/health_generate"),
+    "vllm": _Kind(VllmServer, real_vllm.interpreter, "/health"),
+}
+
+
 @contextmanager
 def running(
     directory: Path,
     load_format: str = "dummy",
     model: PreTrainedModel | None = None,
     launch: Sequence[str] = (),
+    *,
+    kind: Literal["sglang", "vllm"] = "sglang",
+    adapters: AdapterNeeds | None = None,
 ) -> Iterator[RealServer]:
     """Launch a server of the tiny model, or of `model`, with random weights; ends it afterwards.
 
     `load_format` "auto": with the weights that lie in `directory/model`. `launch`: further
-    arguments.
+    arguments. `adapters`: it is started for such adapters.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    python = interpreter(directory)
+    described = _KINDS[kind]
+    python = described.interpreter(directory)
     model = model or make_model(0)
     config = directory / "model"
     if load_format == "dummy":
         write_config(model.config, type(model).__name__, config)
     port = free_port()
-    spec = policy_spec(kind="sglang", python=python, launch=["--load-format", load_format, *launch])
-    command = SglangServer.command(Launch(spec, str(config), port, 256))
+    spec = policy_spec(kind=kind, python=python, launch=["--load-format", load_format, *launch])
+    wanted = Launch(spec, str(config), port, 256, adapters=adapters)
+    command, variables = described.server.command(wanted), described.server.variables(wanted)
     with (directory / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **variables}
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_SECONDS
-        while not _serves(url):
+        while not _serves(url + described.page):
             if process.poll() is not None or time.monotonic() > deadline:
                 tail = (directory / "server.log").read_text(errors="replace")[-3000:]
-                pytest.fail(f"SGLang did not start:\n{tail}")
+                pytest.fail(f"{described.server.product} did not start:\n{tail}")
             time.sleep(0.5)
         yield RealServer(url, python, process.pid)
     finally:
@@ -129,8 +153,8 @@ def running(
         stop_process(process, 15, group=True)
 
 
-def _serves(url: str) -> bool:
+def _serves(page: str) -> bool:
     try:
-        return httpx.get(f"{url}/health_generate", timeout=25).status_code == 200
+        return httpx.get(page, timeout=25).status_code == 200
     except httpx.TransportError:
         return False

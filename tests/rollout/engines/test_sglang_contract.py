@@ -1,4 +1,5 @@
-"""What Troupe relies on in SGLang: the same checks against the test double and a real server.
+"""What Troupe relies on in SGLang alone (what it relies on in every server:
+`test_server_contract.py`): the same checks against the test double and a real server.
 
 The real one is launched when the environment names it (see `real_server.py`); those are marked
 slow.
@@ -7,35 +8,27 @@ slow.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from services.rollout.engines.errors import BadTurn, Refused, ScoreRefused
-from services.rollout.engines.requests import EngineResponse, ScoreRequest
-from services.rollout.engines.servers.loaders import UpdateSetting
-from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.errors import Refused
 from services.rollout.engines.sglang.server import SglangServer
 from tests.rollout.engines.models import (
     CONFIG,
     VOCABULARY,
+    greedy_tokens,
     make_model,
-    policy_spec,
-    publish,
     reference_logprobs,
-    transfer_in,
 )
 from tests.rollout.engines.real_server import RealServer, running
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import PATIENCE
 from troupe.checkpoints.merging import merge_in_place
-from troupe.v1 import common_pb2 as common_pb
-from troupe.workflow.backend import Sampling
 
 PROMPT = [5, 6]
 
@@ -57,37 +50,6 @@ async def client(url: str) -> AsyncIterator[SglangServer]:
     yield client
     await client.resume()
     await client.close()
-
-
-async def attached(url: str, update: UpdateSetting = "disk") -> SglangEngine:
-    spec = policy_spec(kind="sglang", urls=[url], start_timeout_seconds=60, update=update)
-    engine = SglangEngine("e0", "solver", spec)
-    await engine.start()
-    assert engine.state == common_pb.ENGINE_STATE_STALE
-    return engine
-
-
-async def ask(
-    engine: SglangEngine, name: str, ids: list[int], **sampling: object
-) -> EngineResponse:
-    params = Sampling(**{"max_new_tokens": 8, **sampling})  # type: ignore[arg-type]
-    return await engine.generate(name, ids, params, deadline_seconds=60)
-
-
-def greedy_tokens(model: PreTrainedModel, prompt: list[int], count: int = 8) -> list[int]:
-    """The most likely tokens after `prompt`, by plain forward passes."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-async def fresh_greedy(model: PreTrainedModel, directory: Path) -> tuple[list[int], list[float]]:
-    """Return tokens and log-probs of a server that has held no other weights."""
-    place = directory / "fresh"
-    model.save_pretrained(place / "model")
-    return await served_greedy(place)
 
 
 async def served_greedy(place: Path) -> tuple[list[int], list[float]]:
@@ -187,141 +149,6 @@ async def test_an_abort_hands_over_the_tokens_so_far(client: SglangServer) -> No
     assert meta["finish_reason"]["type"] == "abort"
     assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 240
     await client.abort("unknown")
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-async def test_logprobs_are_those_of_a_plain_forward_pass(
-    url: str, temperature: float, tmp_path: Path
-) -> None:
-    engine, transfer = await attached(url), transfer_in(tmp_path)
-    model = make_model(3)
-    exposed = await engine.update_weights(publish(transfer, model, 3), transfer)
-    assert exposed > 0
-    assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_HEALTHY, 3)
-    prompts = [[(7 * i + k) % VOCABULARY for k in range(5 + i)] for i in range(12)]
-    answers = await asyncio.gather(
-        *(
-            ask(engine, f"t{temperature}-{i}", p, temperature=temperature)
-            for i, p in enumerate(prompts)
-        )
-    )
-    for p, answer in zip(prompts, answers, strict=True):
-        assert len(answer.token_ids) == 8
-        assert [(s.version, s.start, s.end) for s in answer.versions] == [(3, 0, 8)]
-        expected = reference_logprobs(model, p, answer.token_ids, temperature or 1.0)
-        assert answer.logprobs == pytest.approx(expected, abs=2e-4)
-    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
-    await engine.stop()
-
-
-async def test_scores_are_those_of_a_plain_forward_pass(url: str, tmp_path: Path) -> None:
-    engine, transfer = await attached(url), transfer_in(tmp_path)
-    models = [make_model(seed) for seed in (4, 5)]
-    rng = random.Random(2)
-    asked = [
-        ScoreRequest(
-            tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 7, 40)))),
-            tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))),
-        )
-        for _ in range(6)
-    ]
-    asked += [ScoreRequest(asked[2].prompt_ids, (token,)) for token in range(5)]
-    asked.append(ScoreRequest((1,) * 230, (2,) * 10))
-    for version, model in enumerate(models, 4):
-        await engine.update_weights(publish(transfer, model, version), transfer)
-        scored = await engine.score(asked, 1.0, deadline_seconds=60)
-        assert (scored.version, scored.checksum) == (version, engine.checksum)
-        for one, got in zip(asked, scored.logprobs, strict=True):
-            expected = reference_logprobs(model, list(one.prompt_ids), list(one.ids))
-            assert got == pytest.approx(expected, abs=2e-4)
-    # While weights change it is asked again, of the new ones.
-    scoring = asyncio.ensure_future(engine.score(asked * 2, 1.0, deadline_seconds=60))
-    await asyncio.sleep(0.02)
-    await engine.update_weights(publish(transfer, models[0], 6), transfer)
-    scored = await scoring
-    model = models[0] if scored.version == 6 else models[1]
-    for one, got in zip(asked * 2, scored.logprobs, strict=True):
-        expected = reference_logprobs(model, list(one.prompt_ids), list(one.ids))
-        assert got == pytest.approx(expected, abs=2e-4)
-    with pytest.raises(ScoreRefused, match=r"temperature = 0\.5"):
-        await engine.score(asked, 0.5, deadline_seconds=60)
-    with pytest.raises(BadTurn):
-        await engine.score([ScoreRequest((1,) * 300, (2,))], 1.0, deadline_seconds=60)
-    await engine.stop()
-
-
-@pytest.mark.parametrize("updates", ["disk", "tensor"])
-async def test_updates_under_load_lose_no_turn_and_no_version(
-    url: str, updates: UpdateSetting, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    real = "real" in request.node.name
-    # One core runs the double, its clients and their checks.
-    rounds, crowd, longest = (50, 8, 120) if real else (3, 4, 60)
-    models = [make_model(seed) for seed in range(3)]
-    greedy_of = [greedy_tokens(model, PROMPT) for model in models]
-    assert len({tuple(tokens) for tokens in greedy_of}) == 3
-    engine, transfer = await attached(url, updates), transfer_in(tmp_path)
-    await engine.update_weights(publish(transfer, models[0], 0), transfer)
-    rng = random.Random(1)
-    answers: list[tuple[list[int], EngineResponse]] = []
-    ended = asyncio.Event()
-
-    async def player(n: int) -> None:
-        turn = 0
-        while not ended.is_set():
-            ids = [rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 30))]
-            length = rng.randint(1, longest)
-            answers.append((ids, await ask(engine, f"p{n}-{turn}", ids, max_new_tokens=length)))
-            assert len(answers[-1][1].token_ids) <= length
-            turn += 1
-
-    players = [asyncio.ensure_future(player(n)) for n in range(crowd)]
-    exposed = []
-    for version in range(1, rounds + 1):
-        await asyncio.sleep(0.2)
-        ref = publish(transfer, models[version % 3], version)
-        exposed.append(await engine.update_weights(ref, transfer))
-        assert engine.version == version
-        greedy = await ask(engine, f"g{version}", PROMPT, temperature=0.0)
-        assert [span.version for span in greedy.versions] == [version]
-        assert greedy.token_ids == greedy_of[version % 3]
-        expected = reference_logprobs(models[version % 3], PROMPT, greedy.token_ids)
-        assert greedy.logprobs == pytest.approx(expected, abs=2e-4)
-    ended.set()
-    await asyncio.gather(*players)
-    mixed = 0
-    for ids, answer in answers:
-        assert answer.finish_reason == "length"
-        assert answer.versions[-1].end == len(answer.token_ids) == len(answer.logprobs)
-        mixed += len(answer.versions) > 1
-        for span in answer.versions:
-            expected = reference_logprobs(models[span.version % 3], ids, answer.token_ids)
-            got = answer.logprobs[span.start : span.end]
-            assert got == pytest.approx(expected[span.start : span.end], abs=5e-4)
-    assert len(answers) > rounds
-    assert mixed > 0
-    if real:
-        fresh = await fresh_greedy(models[rounds % 3], tmp_path)
-        assert (greedy.token_ids, greedy.logprobs) == (fresh[0], pytest.approx(fresh[1], abs=2e-4))
-    print(
-        f"{updates}: {rounds} updates, {len(answers)} turns, {mixed} across an update, "
-        f"exposed {1000 * sum(exposed) / rounds:.0f} ms mean, {1000 * max(exposed):.0f} ms worst"
-    )
-    await engine.stop()
-
-
-async def test_a_server_returns_an_aborted_turn_s_tokens_so_far(url: str, tmp_path: Path) -> None:
-    engine, transfer = await attached(url), transfer_in(tmp_path)
-    await engine.update_weights(publish(transfer, make_model(0), 0), transfer)
-    task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=240))
-    while not task.done():  # the first may come before the server has heard of the turn
-        await asyncio.sleep(0.05)
-        await engine.abort("r")
-    answer = await task
-    assert answer.finish_reason == "abort"
-    assert len(answer.token_ids) == len(answer.logprobs) < 240
-    assert engine.load().running == 0
-    await engine.stop()
 
 
 @pytest.mark.slow

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
-from collections.abc import AsyncIterator, Iterator
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -51,6 +54,8 @@ class Team:
     # Seeds of the adapters, by policy and version.
     seeds: dict[tuple[str, int], int] = field(default_factory=dict)
     turns: list[tuple[str, list[int], rollout_pb.GenerateResponse]] = field(default_factory=list)
+    # Seconds that a turn or an update may take, with a restart of the server in between.
+    patience: float = PATIENCE
 
     def publish(self, policy: str, version: int) -> common_pb.WeightsRef:
         transfer, job = self.house.transfer, self.house.job_id
@@ -73,8 +78,9 @@ class Team:
         spec["policies"][BASE] = {**plain, "trainable": False}
         sampling = {"max_new_tokens": 8}
         spec["agents"] = {n: {"policy": n, "sampling": sampling} for n in spec["policies"]}
+        spec["limits"] = {"turn_seconds": self.patience, "trajectory_seconds": self.patience}
         # deadline: a real server may need minutes on a busy machine
-        await self.house.prepare_raw(spec, self.publish, seconds=600)
+        await self.house.prepare_raw(spec, self.publish, seconds=3 * self.patience)
 
     async def ask(self, policy: str, tokens: int = 12) -> rollout_pb.GenerateResponse:
         """A turn, which is remembered."""
@@ -88,7 +94,7 @@ class Team:
             input_ids=prompt,
             sampling=sampling,
         )
-        answer = await self.house.rollout.Generate(request, timeout=PATIENCE)
+        answer = await self.house.rollout.Generate(request, timeout=self.patience)
         self.turns.append((policy, prompt, answer))
         return answer
 
@@ -172,66 +178,108 @@ async def test_three_roles_and_their_base_share_one_real_server(
         assert {policy for policy, _, _ in one.turns} == {*ROLES, BASE}
 
 
-@pytest.mark.parametrize("deaths", [3, pytest.param(20, marks=pytest.mark.slow)])
-async def test_deaths_of_a_shared_server_while_two_roles_update_lose_nothing(
-    deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def endure(
+    one: Team, deaths: int, kill: Callable[[], Awaitable[None]], rng: random.Random
 ) -> None:
+    """Kill the server so often, each time while two roles update and all have turns."""
+    ended = asyncio.Event()
+    asked = 0
+
+    async def play(policy: str) -> None:
+        nonlocal asked
+        while not ended.is_set():
+            asked += 1
+            await one.ask(policy, tokens=rng.randint(1, 60))
+
+    async def update(policy: str, version: int) -> None:
+        ref = one.publish(policy, version)
+        async with asyncio.timeout(one.patience):
+            while True:  # as the orchestrator, which repeats what failed
+                try:
+                    await one.house.update(ref)
+                except TroupeError:
+                    await asyncio.sleep(0.05)
+                    continue
+                return
+
+    async def serves(version: int) -> bool:
+        found = await one.statuses()
+        expected = {**dict.fromkeys((*ROLES, BASE), 0), "planner": version, "solver": version}
+        return all(
+            (found[name].state, found[name].version) == (HEALTHY, number)
+            for name, number in expected.items()
+        )
+
+    players = [asyncio.create_task(play(policy)) for policy in (*ROLES, BASE) * 2]
+    for version in range(1, deaths + 1):
+        updates = [asyncio.create_task(update(name, version)) for name in ("planner", "solver")]
+        await asyncio.sleep(rng.random() * 0.2)
+        await kill()
+        await asyncio.gather(*updates)
+        async with asyncio.timeout(one.patience):
+            while not await serves(version):  # noqa: ASYNC110 - a service's
+                await asyncio.sleep(0.05)
+    ended.set()
+    await asyncio.gather(*players)
+    assert len(one.turns) == asked  # nothing was lost, nothing came twice
+    one.check_turns()
+    found = await one.statuses()
+    assert {status.restarts for status in found.values()} <= {deaths, deaths + 1}
+
+
+@pytest.fixture
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS_MAX", 0.2)
+
+
+@pytest.mark.usefixtures("quick_restarts")
+@pytest.mark.parametrize("deaths", [3, pytest.param(20, marks=pytest.mark.slow)])
+async def test_deaths_of_a_shared_server_while_two_roles_update_lose_nothing(
+    deaths: int, tmp_path: Path
+) -> None:
     fake = FakeSglang(MODEL)
     fake.info |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": list(LAYERS)}
     rng = random.Random(4)
+
+    async def kill() -> None:
+        await fake.server.crash()
+        fake.forget()
+        await asyncio.sleep(rng.random() * 0.05)
+        await fake.server.start()
+
     async with serve(fake) as url, team(tmp_path) as one:
         await one.prepare({"kind": "sglang", "urls": [url], "start_timeout_seconds": PATIENCE})
-        ended = asyncio.Event()
-        asked = 0
-
-        async def play(policy: str) -> None:
-            nonlocal asked
-            while not ended.is_set():
-                asked += 1
-                await one.ask(policy, tokens=rng.randint(1, 60))
-
-        async def update(policy: str, version: int) -> None:
-            ref = one.publish(policy, version)
-            async with asyncio.timeout(PATIENCE):
-                while True:  # as the orchestrator, which repeats what failed
-                    try:
-                        await one.house.update(ref)
-                    except TroupeError:
-                        await asyncio.sleep(0.05)
-                        continue
-                    return
-
-        players = [asyncio.create_task(play(policy)) for policy in (*ROLES, BASE) * 2]
-        for version in range(1, deaths + 1):
-            updates = [asyncio.create_task(update(name, version)) for name in ("planner", "solver")]
-            await asyncio.sleep(rng.random() * 0.2)
-            await fake.server.crash()
-            fake.forget()
-            await asyncio.sleep(rng.random() * 0.05)
-            await fake.server.start()
-            await asyncio.gather(*updates)
-
-            async def serves(version: int = version) -> bool:
-                found = await one.statuses()
-                expected = {**dict.fromkeys((*ROLES, BASE), 0), "planner": version}
-                expected["solver"] = version
-                return all(
-                    (found[name].state, found[name].version) == (HEALTHY, number)
-                    for name, number in expected.items()
-                )
-
-            async with asyncio.timeout(PATIENCE):
-                while not await serves():  # noqa: ASYNC110 - a service's
-                    await asyncio.sleep(0.05)
-        ended.set()
-        await asyncio.gather(*players)
-        assert len(one.turns) == asked  # nothing was lost, nothing came twice
-        one.check_turns()
+        await endure(one, deaths, kill, rng)
         await until(lambda: len(fake.adapters) == len(ROLES))
-        found = await one.statuses()
-        assert {status.restarts for status in found.values()} <= {deaths, deaths + 1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.usefixtures("quick_restarts")
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+async def test_kills_of_a_real_shared_server_while_two_roles_update_lose_nothing(
+    kind: str, python: str, tmp_path: Path
+) -> None:
+    """`TROUPE_KILLS` says how often; a launch takes half a minute on an idle machine."""
+    deaths = int(os.environ.get("TROUPE_KILLS", "3"))
+    children = psutil.Process().children
+
+    async def kill() -> None:
+        (server,) = [one for one in children() if "--port" in one.cmdline()]
+        os.killpg(server.pid, signal.SIGKILL)
+
+    async with team(tmp_path) as one:
+        one.patience = 2400  # deadline: a restart takes minutes on a busy machine
+        await one.prepare(
+            {
+                "kind": kind,
+                "python": python,
+                "launch": ["--lora-backend", "torch_native"] if kind == "sglang" else [],
+                "start_timeout_seconds": 1200,
+            }
+        )
+        await endure(one, deaths, kill, random.Random(4))
 
 
 async def test_a_forgotten_adapter_costs_its_turns_time_and_nothing_else(
