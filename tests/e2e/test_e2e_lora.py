@@ -28,11 +28,16 @@ def base(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     whatever comes before them."""
     directory = tmp_path_factory.mktemp("base")
     shutil.copytree(models / "solver", directory, dirs_exist_ok=True)
+    sharpen(directory)
+    return directory
+
+
+def sharpen(directory: Path, factor: float = 8.0) -> None:
+    """Multiply the output layer of the model in `directory`."""
     model = AutoModelForCausalLM.from_pretrained(directory)
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(8)
+        model.get_output_embeddings().weight.mul_(factor)
     model.save_pretrained(directory)
-    return directory
 
 
 async def started(house: House, base: Path) -> AsyncJobHandle:

@@ -24,7 +24,13 @@ TEMPLATE = (
 
 
 def make_model(
-    directory: Path, *, hidden: int = 32, layers: int = 1, seed: int = 0, positions: int = 256
+    directory: Path,
+    *,
+    hidden: int = 32,
+    layers: int = 1,
+    seed: int = 0,
+    positions: int = 256,
+    head_dim: int = 16,
 ) -> Path:
     """Save a random Qwen3 with a character tokenizer under `directory`."""
     import torch
@@ -54,7 +60,7 @@ def make_model(
             num_hidden_layers=layers,
             num_attention_heads=2,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=head_dim,
             max_position_embeddings=positions,
             tie_word_embeddings=True,
             eos_token_id=vocab[END],
@@ -129,6 +135,14 @@ async def trio(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
         said += reply.text
     await agents["reader"].chat(said)
     return {**rewards, "reader": 0.0, "team": sum(rewards.values()) / 3}
+
+
+async def quartet(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
+    """Four roles answer at once, each for itself."""
+    roles = ("solver", "checker", "judge", "writer")
+    replies = await asyncio.gather(*(agents[role].chat(query["question"]) for role in roles))
+    rewards = {role: share_of_a(reply.text) for role, reply in zip(roles, replies, strict=True)}
+    return {**rewards, "team": sum(rewards.values()) / len(roles)}
 
 
 async def shrug(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
