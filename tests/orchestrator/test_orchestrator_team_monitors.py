@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.cluster import Cluster, job_yaml
@@ -88,7 +90,7 @@ async def test_repetitions_respect_the_limit_of_trajectories_in_flight(cluster: 
 
     rollout.script.reward, rollout.script.slow = reward, begun
     evaluation = {"queries": 3, "samples": 3, "contributions": {"queries": 3}}
-    limits = {"limits__max_concurrent_trajectories": 3}
+    limits: dict[str, Any] = {"limits__max_concurrent_trajectories": 3}
     job = await succeed(cluster, job_yaml(pipeline__steps=0, evaluation=evaluation, **limits))
     assert job.metrics["evaluation/contribution/solver"] == 0
     assert len(rollout.tickets) == 27
