@@ -47,7 +47,7 @@ class Problem:
         return totals[self.rows[part].unique()].mul(0.1).exp().sum()
 
     def gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
-        """By everything that has one."""
+        """Return the gradients of all inputs that have one."""
         inputs = [t for t in (self.hidden, self.weight, self.bias) if t is not None]
         return list(torch.autograd.grad(loss, inputs))
 

@@ -28,7 +28,7 @@ REWARDS = {"stop": [STOP], "left": [0.0, LATER["left"]], "right": [0.0, LATER["r
 
 
 def log_chances(end: str) -> list[torch.Tensor]:
-    """Of the episode's actions, one per turn."""
+    """Return the log-probabilities of the episode's actions, one per turn."""
     go, left = torch.sigmoid(LOGITS[0]), torch.sigmoid(LOGITS[1])
     if end == "stop":
         return [torch.log(1 - go)]
@@ -36,7 +36,7 @@ def log_chances(end: str) -> list[torch.Tensor]:
 
 
 def advantages(rows_rewards: Sequence[Sequence[float]], advantage: str) -> list[list[float]]:
-    """Of the trainer with `group_by: turn`: the rewards that turns have, by trajectory."""
+    """Return the trainer's advantages with `group_by: turn`, from turns' rewards by trajectory."""
     rows = []
     for t, rewards in enumerate(rows_rewards):
         for turn, reward in enumerate(rewards):
@@ -68,7 +68,9 @@ def to_go(rewards: Sequence[float]) -> list[float]:
 
 
 def expected_gradient(rule: Callable[[list[list[float]]], list[list[float]]]) -> torch.Tensor:
-    """Of sum_t A_t log pi(a_t) per trajectory, over all groups of N; `rule`: rewards -> A."""
+    """Return the gradient of sum_t A_t log pi(a_t) per trajectory, over all groups of N.
+
+    `rule` maps rewards to A."""
     total = torch.zeros(2, dtype=F64)
     for ends in itertools.product(REWARDS, repeat=N):
         found = rule([REWARDS[end] for end in ends])

@@ -143,7 +143,7 @@ async def test_requests_in_flight_are_bounded_in_bytes() -> None:
         await go.wait()
         return "done"
 
-    # Alone it is let in, whatever its size: it would wait for ever.
+    # A single request of any size is let in: it would wait for ever.
     running = [asyncio.create_task(cache.run("large", b"x", call, size=5000))]
     await asyncio.sleep(0)
     with pytest.raises(ResourceExhausted) as caught:

@@ -495,7 +495,7 @@ async def test_ids_that_calls_brought_are_not_kept_whole(
 
 
 def resident_mib() -> float:
-    """Of this process."""
+    """Return the resident memory of this process."""
     return psutil.Process().memory_info().rss / 2**20
 
 

@@ -64,8 +64,10 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_names_shapes_and_values_are_those_of_save_pretrained(name: str, tmp_path: Path) -> None:
-    """Of a model that was made, and of one that was loaded; in float32 and rounded to bfloat16, in
+def test_names_shapes_and_values_equal_those_that_save_pretrained_writes(
+    name: str, tmp_path: Path
+) -> None:
+    """Both of a new model and of a loaded one, in float32 and rounded to bfloat16, in
     which transformers keeps some tensors of some architectures exact."""
     made = make(name)
     made.save_pretrained(tmp_path / "made")

@@ -51,7 +51,7 @@ def in_float32(name: str, dtype: torch.dtype) -> Any:
 
 
 def logprobs(model: Any, ids: Iterable[int]) -> torch.Tensor:
-    """Of `ids` after the first, by the model's own forward pass."""
+    """Return the log-probs of `ids` after the first, from the model's own forward pass."""
     prompt = torch.tensor([list(ids)])
     with torch.no_grad():
         logits = model(prompt, use_cache=False).logits[0, :-1].float()
@@ -92,8 +92,10 @@ def noise() -> Disturb:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in SORTS else pytest.mark.slow) for n in ARCHITECTURES]
 )
-def test_log_probs_by_layers_are_those_of_the_whole_model(name: str, dtype: torch.dtype) -> None:
-    """By the tensors as a trainer has them, and as a reader of a checkpoint does."""
+def test_log_probs_computed_by_layers_equal_the_whole_model_s(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Computed from a trainer's tensors, and from the tensors in a checkpoint."""
     model = make(name)
     prover = Prover(model.config)
     tensors = CheckpointFormat(model, dtype).rounded(distinct_tensors(model))

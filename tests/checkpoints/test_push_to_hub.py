@@ -163,7 +163,7 @@ def test_a_hub_that_falls_silent_in_an_upload_is_given_up(
 def test_the_streamed_upload_of_the_library(
     hub: FakeHub, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With hf_xet, which sends large files itself: here there are only small ones."""
+    """The library hf_xet sends large files itself; the test has only small ones."""
     pytest.importorskip("hf_xet")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
     folder = tmp_path / "small"

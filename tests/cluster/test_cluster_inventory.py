@@ -23,7 +23,7 @@ numbers = st.none() | st.integers(0, 10)
     rollouts=st.none() | st.integers(1, 4),
     trainers=st.none() | st.integers(1, 8),
 )
-def test_no_device_is_given_twice_and_what_is_asked_is_given_or_refused(
+def test_no_device_is_assigned_twice_and_each_request_is_met_or_refused(
     count: int,
     engine: int | None,
     trainer: int | None,

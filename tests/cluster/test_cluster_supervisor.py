@@ -247,7 +247,7 @@ async def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> N
         from pathlib import Path
         from test_cluster_supervisor import spec
         from troupe.cluster.supervisor import Supervisor
-        # A child that watches nobody: only the kernel can tell it.
+        # A child that does not watch its parent: only the kernel can end it.
         script = "import os, time; print(os.getpid(), flush=True);" + {_HTTP_FOREVER!r}
         async def main():
             supervisor = Supervisor([spec("a", {port}, script)], Path({str(tmp_path)!r}))

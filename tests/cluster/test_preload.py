@@ -52,8 +52,8 @@ def specs(**settings: object) -> dict[str, ChildSpec]:
 
 
 def imported(*modules: str) -> dict[str, object]:
-    """Return the modules, threads and scanned directories of a fresh process that has imported
-    `modules`, and called those of the form "module:function"."""
+    """Return modules, threads and scanned directories of a fresh process that imports `modules` and
+    calls each one of the form "module:function"."""
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", IMPORTS, *modules],

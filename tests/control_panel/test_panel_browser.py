@@ -291,7 +291,7 @@ async def test_curves_have_gaps_whole_steps_smoothing_and_evaluations(panel: Pan
         assert faults == []
 
 
-async def test_a_long_history_is_read_once_and_what_comes_then_is_streamed(panel: Panel) -> None:
+async def test_a_long_history_is_read_once_and_later_steps_are_streamed(panel: Panel) -> None:
     from playwright.async_api import expect
 
     steps, job_id = 5_000, await panel.submit()
@@ -311,7 +311,7 @@ async def test_a_long_history_is_read_once_and_what_comes_then_is_streamed(panel
         chart = page.locator("#chart-reward")
         await expect(chart).to_have_attribute("data-points", str(steps))
         await expect(page.locator("#evaluations tbody tr")).to_have_count(1)
-        # Every step is there: as the first, as the last, and only of what is drawn.
+        # Every step is there: the first, the last, and only for the drawn curves.
         plot = chart.locator(".plot")
         await plot.focus()
         await plot.press("Home")

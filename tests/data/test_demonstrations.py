@@ -266,7 +266,7 @@ def test_a_thought_that_is_part_of_the_answer_is_learned(shows: str) -> None:
 
 
 def test_a_prompt_that_closes_the_thought_is_answered_without_one() -> None:
-    """Like Qwen3's with `enable_thinking: false`, an option of the policy."""
+    """Qwen3's template has such prompts with `enable_thinking: false`, an option of the policy."""
     template = OPEN_TEMPLATES["thoughts"].replace(
         "<think>\n' }}{% endif",
         "' + ('<think>\n' if enable_thinking else '<think>\n\n</think>\n\n') }}{% endif",

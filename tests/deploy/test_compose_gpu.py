@@ -68,7 +68,7 @@ def test_rollout_and_trainer_get_devices_and_the_rest_stays() -> None:
         arguments = one["build"]["args"]
         assert arguments["SERVICE"] == name
         assert arguments["COMPILER"] == "1"
-        # What launches servers has what they compile their kernels with.
+        # Only the image that launches servers has CUDA's tools, which compile their kernels.
         assert ("SGLANG" in arguments) == ("CUDA_IMAGE" in arguments) == (name == "rollout")
         # Two copies of one service would use the same devices.
         assert 1 in (one.get("scale"), one.get("deploy", {}).get("replicas"))

@@ -220,7 +220,7 @@ def test_a_command_that_needs_the_repository_says_so(
 
 
 @pytest.mark.slow
-def test_extra_alpha_rank_has_what_openspiel_imports(tmp_path: Path) -> None:
+def test_the_extra_alpha_rank_has_the_packages_that_openspiel_imports(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")]
     subprocess.run(command, check=True)
     [site] = tmp_path.glob("venv/lib/python*/site-packages")

@@ -85,7 +85,7 @@ async def test_a_job_that_ran_is_planned_from_what_was_measured(
         assert speed is not None
         assert 1 < speed.beside <= 4
         step = speed.decode_seconds + speed.decode_seconds_per_turn * speed.beside
-        # Machines add to what is simulated; nothing is faster.
+        # Machines add to the simulated time; nothing is faster.
         assert 0.8 * (0.01 + 0.0005 * speed.beside) < step < 0.1
         assert profile.policies["solver"].trained_tokens_per_second > 0
         assert profile.policies["solver"].queue_seconds.mean > 0

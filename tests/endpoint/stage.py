@@ -85,7 +85,7 @@ def in_turn(*replies: list[int]) -> Callable[[list[int]], list[int]]:
 
 
 def text_of(ids: list[int]) -> str:
-    """With special tokens shown."""
+    """Return the text of `ids`, special tokens included."""
     return str(TOKENIZER.decode(ids, clean_up_tokenization_spaces=False))
 
 

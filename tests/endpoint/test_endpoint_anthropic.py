@@ -172,7 +172,7 @@ async def test_how_a_reply_ends_is_said_in_the_terms_of_this_api() -> None:
         assert limits == [32, 3, 32], "the agent's own is not exceeded"
 
 
-async def test_results_of_tools_stand_before_what_the_user_says() -> None:
+async def test_results_of_tools_precede_the_user_s_text() -> None:
     said = f"{THOUGHT}So.{calls(a=1, b=2)}"
     async with served("ok") as one:
         one.script.speak = lambda *_: [*CHAT.encode(said), 2]

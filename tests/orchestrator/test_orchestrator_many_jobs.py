@@ -80,7 +80,7 @@ async def play(cluster: Cluster, count: int) -> list[str]:
 
 
 async def seconds_of_a_page(cluster: Cluster) -> float:
-    """Of this process, for the newest 50 jobs: the best of some. Others share the machine."""
+    """Return the least CPU seconds of seven readings of the newest 50 jobs."""
     taken = []
     for _ in range(7):
         began = time.process_time()

@@ -55,7 +55,7 @@ def test_going_is_right_at_both_turns_and_outcomes_alone_say_the_opposite() -> N
 
 def test_advantages_per_index_add_centred_bonuses_and_a_centred_outcome() -> None:
     found = per_index([STOPPED, ONCE, TWICE])
-    # Bonuses of the first turn 1 and 0, against each other; of the second turn nobody else's.
+    # The first turns' bonuses, 1 and 0, are compared with each other; the second turn has no peer.
     # Outcomes 1, 0, 1 against the means of the others: 1/2, -1, 1/2.
     expected = [[0.5], [1 - 1, -1.0], [-1 + 0.5, 0.5, 0.5]]
     assert [pytest.approx(one) for one in expected] == found

@@ -153,7 +153,7 @@ async def test_calls_that_could_use_more_cores_than_there_are_all_end(parallel: 
 @two_cores
 async def test_the_speed_up_of_a_function_is_learned() -> None:
     async with client_of(reward_workers=2, reward_cores=2) as client:
-        # It says that it scales, so it gets both; now and then what was never seen is tried.
+        # It declares that it scales, so it gets both; now and then an untried number of cores.
         await client.register("sleeps", max_cores=2, parallel_fraction=1.0)
         calls = [await client.invoke("sleeps", {"seconds": 0.02}) for _ in range(40)]
         assert calls[0].cores == 2

@@ -20,7 +20,7 @@ CANCELLED = reward_pb.InvocationError.KIND_CANCELLED
 
 
 class NappingPlace(BarePlace):
-    """Like a worker's: what it runs ends when it is cancelled, from the first step of that on."""
+    """A place whose calls end when cancelled, like a worker's, even in their first step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ async def test_a_job_without_functions_asks_no_reward_service() -> None:
 async def test_a_service_that_forgets_its_functions_is_told_of_them_again(
     reward_process: ServiceProcess,
 ) -> None:
-    """Like a service that restarts between the registration of a function and its call."""
+    """A service may restart between the registration of a function and its call."""
     async with connect(reward_process.address) as channel:
         stub = RewardStub(channel)
         forgotten = 0

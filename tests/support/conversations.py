@@ -34,9 +34,9 @@ class Conversation:
     query: str
     trajectory: str
     samples: list[store_pb.Sample] = field(default_factory=list)
-    """The messages as they are sent."""
+    """The samples as they are sent."""
     whole: dict[str, store_pb.Sample] = field(default_factory=dict)
-    """By id, as they would be without stems."""
+    """The samples by id, as they would be without stems."""
 
     def __post_init__(self) -> None:
         self._index = PrefixIndex()

@@ -83,7 +83,7 @@ class Stage:
     redundant: int = 0
     """Trajectories per query beyond `group_size`."""
     first_checksum: str = ""
-    """Of the policies' first weights."""
+    """The checksum of the policies' first weights."""
     appended: Appended | None = None
     """The outcome of the last ending."""
 

@@ -94,7 +94,7 @@ class FakeSglang:
         self.bodies: list[dict[str, Any]] = []
         """The bodies of requests to `/generate`."""
         self.modes: list[str] = []
-        """Of its pauses."""
+        """The modes of its pauses."""
         self.read: list[int] = []
         """Inodes of the files that it loaded weights from."""
         self.info: dict[str, Any] = {

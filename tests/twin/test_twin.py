@@ -119,7 +119,7 @@ def test_policies_of_a_group_share_engines_and_their_turns_wait_in_one_queue() -
     assert ran.engines == still.engines == 2
     assert twin.routers[0]["big"] is twin.routers[0]["small"]
     assert ran.means(0).seconds < still.means(0).seconds
-    # They never move, whatever the rules.
+    # They never move under any rules.
     rules = BalancingRules(threshold=0.5, hysteresis=0.1, sustain_seconds=0.0, cooldown_seconds=0.0)
     assert not Twin(dataclasses.replace(both, balancing=rules)).run(2).moves
 

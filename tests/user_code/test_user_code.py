@@ -47,7 +47,7 @@ def _check(raised: BaseException, error: BaseException) -> None:
 
 
 @given(errors())
-def test_whatever_is_raised_becomes_an_exception(error: BaseException) -> None:
+def test_anything_that_user_code_raises_becomes_an_exception(error: BaseException) -> None:
     _check(as_exception(error), error)
     with pytest.raises(Exception) as found:  # noqa: PT011
         call_contained(_raise, error)

@@ -170,7 +170,7 @@ def workflow_of(program: list[Any]) -> Any:
 
 @given(st.lists(programs, min_size=1, max_size=3))
 @settings(max_examples=30, deadline=None)
-def test_any_workflow_stores_the_same_whoever_is_faster(program: list[Any]) -> None:
+def test_a_workflow_stores_the_same_rows_in_any_order_of_completion(program: list[Any]) -> None:
     workflow = workflow_of(program)
     rows = asyncio.run(outcome(workflow, 0))
     assert rows == asyncio.run(outcome(workflow, 1))

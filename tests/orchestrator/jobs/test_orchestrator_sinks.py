@@ -91,7 +91,7 @@ ERRORS = [*leaf_errors(), UnsayableError(), nested_group(SystemExit(HALF), 3)]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=type_name)
-async def test_whatever_a_sink_raises_is_a_notice(
+async def test_an_exception_of_a_sink_becomes_a_notice(
     tmp_path: Path, tool: Tool, error: BaseException
 ) -> None:
     tool.on_init = raises(error)

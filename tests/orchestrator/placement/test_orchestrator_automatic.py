@@ -44,11 +44,11 @@ def device(index: int, *holders: str) -> orchestrator_pb.GivenDevice:
     )
 
 
-def test_devices_are_those_of_all_processes_of_the_nodes_also_of_parked_trainers() -> None:
+def test_a_job_s_devices_include_those_of_parked_trainers() -> None:
     report = node("rollout-0", "rollout-0", "rollout-0", "trainer-0", "trainer-0", "trainer-1")
     held = worker(ROLLOUT, device(0, "other.p.0@r"), device(1, "mine.p.0@r"), device(2), at="n")
     assert job_devices({"n": report}, [held], "mine") == JobDevices(2, (1, 2), 80 * GIB)
-    # A device that both have; what is no device of a worker; CPUs that were declared.
+    # A device that two workers share; a device of no worker; declared CPUs.
     assert job_devices({"n": node("rollout-0, trainer-0", "reward", "")}, [], "j") == JobDevices(
         1, (1,), 80 * GIB
     )

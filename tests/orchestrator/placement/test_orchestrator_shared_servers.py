@@ -103,7 +103,7 @@ def test_every_server_has_one_keeper_and_every_worker_a_part() -> None:
     assert not any(server.HasField("version") for plan in plans for server in plan)
 
 
-async def test_followers_are_told_what_the_keeper_has_verified_and_once() -> None:
+async def test_followers_learn_of_the_keeper_s_verified_version_once() -> None:
     keeper, follower = workers = [Worker("a"), Worker("b")]
     servers = shared(workers, urls=1)
     await servers.tell()

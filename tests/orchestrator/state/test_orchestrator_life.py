@@ -243,7 +243,7 @@ async def test_a_job_keeps_its_file_as_it_was_given_over_a_restart(
     found = await cluster.api.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
     assert found.given_spec == text
     await cluster.wait(job_id)
-    # Without a text of its own, the specification itself is what was given.
+    # Without the author's text, `given` is the specification itself.
     plain = await cluster.submit(text.replace("baseline", "second"))
     found = await cluster.api.GetJob(orchestrator_pb.GetJobRequest(job_id=plain))
     assert found.given_spec.startswith("# The second.")

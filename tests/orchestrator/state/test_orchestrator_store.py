@@ -294,7 +294,7 @@ async def test_later_steps_are_read_without_the_history(
         assert sum(read) <= min(400, 5 * max(64, 400 - after))
 
 
-async def test_a_follower_leaves_old_metrics_out_and_nothing_else(desk: Desk) -> None:
+async def test_a_follower_skips_old_metrics_only(desk: Desk) -> None:
     job_id = (await desk.make(common_pb.JOB_STATE_RUNNING)).job_id
     epoch = await desk.store.adopt(job_id)
     for step in range(300):

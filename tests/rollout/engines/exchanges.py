@@ -179,7 +179,7 @@ def _body(answer: httpx.Response) -> Any:
 
 
 def _trimmed(name: str, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Without what nobody looks at, and without this machine's paths."""
+    """Remove unused fields and this machine's paths."""
     body = outcome["body"]
     if name == "server":
         body = {key: body[key] for key in SERVER_INFO if key in body}

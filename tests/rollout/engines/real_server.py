@@ -62,7 +62,7 @@ class RealServer:
     group: int
 
     def pause(self) -> None:
-        """Nobody asks it for now: without work it would keep a core busy."""
+        """Stop its processes while no test needs it: without work it would keep a core busy."""
         os.killpg(self.group, signal.SIGSTOP)
 
     def resume(self) -> None:

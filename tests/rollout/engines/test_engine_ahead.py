@@ -242,7 +242,7 @@ class Ahead(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.wait(asyncio.sleep(0.001))
-        # What serves is what was committed under its version.
+        # The serving weights are those committed under their version.
         version = self.engine.version
         if self.engine.state == HEALTHY and version is not None:
             assert self.engine.memory == f"r{version}.{self.committed[version]}"

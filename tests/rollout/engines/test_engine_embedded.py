@@ -259,7 +259,7 @@ async def test_a_conversation_reads_only_what_is_new(engine: EmbeddedEngine) -> 
     ids = prompt(random.Random(11), 60, 61)
     for turn in range(4):
         answer = await ask(engine, f"t{turn}", ids, max_new_tokens=16)
-        # All but the last page or so of what was said before is there already.
+        # All of the conversation but about the last page is cached already.
         assert answer.cached_tokens >= (len(ids) - 40 if turn else 0)
         ids = ids + answer.token_ids + prompt(random.Random(turn), 8, 9)
 

@@ -74,7 +74,7 @@ def test_processed_log_probs_are_those_of_the_distribution_that_was_drawn_from()
         assert again == tokens
         shift = np.array(logprobs) - np.array(full)
         assert shift == pytest.approx(-np.log(sum(kept)), abs=1e-5)
-    # Greedy and whole rows are what they were.
+    # Greedy and untruncated rows do not change.
     for plain in ({}, {"temperature": 0.0, "top_k": 2}):
         mine = [row._replace(processed=True) for row in rows(20, **plain)]
         assert draw(logits[:20], mine) == draw(logits[:20], rows(20, **plain))

@@ -130,7 +130,7 @@ async def test_weights_change_under_a_turn_that_goes_on(
     # Tokens of 2 ms before the update, none while it loaded.
     assert 40 <= first.end < 100
     assert before - during <= (took - exposed) / 0.002 + 1
-    # Its 10 tokens of prompt and what it had by then were read again.
+    # Its 10 prompt tokens and the tokens drawn by then were read again.
     least = 0.001 + 0.2 + exposed + (10 + first.end) / 10_000
     assert least - 0.002 <= got.generate_seconds < least + LATE
 

@@ -125,7 +125,7 @@ async def test_weights_with_another_checksum_are_never_served(
         changed.setattr(transfer, "get", lambda *_, **__: (tensors, manifest))
         with pytest.raises(WeightsRefused, match="has checksum"):
             await engine.update_weights(ref, transfer)
-    # Nor a mixture of two contents for what is one tensor of the model.
+    # Nor two contents for one tensor of the model.
     weights = dict(make_model(2).state_dict())
     weights["lm_head.weight"] = weights["lm_head.weight"] + 1
     made = transfer.set("job/solver/weights@2", weights)

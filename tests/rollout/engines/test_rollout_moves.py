@@ -65,7 +65,7 @@ async def move(
 
 
 async def listed(house: House) -> dict[str, tuple[str, int]]:
-    """By engine: its policy and state. No engine is listed twice."""
+    """Return the policy and state of every engine; no engine may be listed twice."""
     reply = await house.rollout.ListEngines(rollout_pb.ListEnginesRequest(job_id=house.job_id))
     ids = [engine.engine_id for engine in reply.engines]
     assert len(ids) == len(set(ids)) == 3

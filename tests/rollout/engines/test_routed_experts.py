@@ -30,7 +30,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
 
 def routes_of(model: Any, ids: list[int]) -> Indices:
-    """By one plain pass."""
+    """Return the routes of `ids` in one plain forward pass."""
     routers = Routers.of(model)
     assert routers is not None
     assert routers.shape == shape_in(model.config)
@@ -57,8 +57,8 @@ async def assert_says(engine: Any, name: str, prompt: list[int], model: Any, tok
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss"])
-async def test_an_embedded_engine_says_it(name: str, tmp_path: Path) -> None:
-    """Of a prompt that it read, of one whose prefix it had, and of newer weights."""
+async def test_an_embedded_engine_reports_routed_experts(name: str, tmp_path: Path) -> None:
+    """For a prompt that it reads, for one with a cached prefix, and with newer weights."""
     spec = policy_spec(config=ARCHITECTURES[name])
     engine = EmbeddedEngine("e0", "solver", spec, routed_experts=True)
     await engine.start()

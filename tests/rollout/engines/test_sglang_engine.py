@@ -345,7 +345,7 @@ async def test_an_environment_without_the_server_is_refused_with_how_to_install_
 async def test_a_server_is_launched_by_the_python_that_is_named(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the job, else by the worker's environment; `~` is the home directory."""
+    """The job names it, else the worker's environment; `~` is the home directory."""
     (tmp_path / "env").mkdir()
     script = tmp_path / "env" / "python"
     script.write_text("#!/bin/sh\necho the environment of a server; exit 3\n")

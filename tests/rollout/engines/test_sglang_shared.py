@@ -106,7 +106,7 @@ async def test_tokens_of_a_version_wait_until_it_is_followed(pair: Pair) -> None
     assert {span.version for span in answer.versions} == {1}
 
 
-async def test_a_turn_that_an_update_overtakes_knows_who_drew_each_token(pair: Pair) -> None:
+async def test_a_turn_that_an_update_overtakes_knows_the_version_of_each_token(pair: Pair) -> None:
     ids = prompt(random.Random(3), high=20)
     turn = asyncio.create_task(ask(pair.follower, "long", ids, max_new_tokens=120))
     await until(lambda: any(len(call.tokens) > 10 for call in pair.fake.calls.values()))

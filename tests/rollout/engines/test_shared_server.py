@@ -266,7 +266,7 @@ async def test_turns_of_an_adapter_that_a_server_computes_wrongly_are_not_taken(
     await team.check(ALL, "again")
 
 
-async def test_a_server_that_was_started_anew_unnoticed_serves_nobody_before_it_has_all(
+async def test_a_server_that_restarted_unnoticed_serves_only_after_all_policies_have_loaded(
     fake: FakeSglang, team: Team
 ) -> None:
     fake.forget()

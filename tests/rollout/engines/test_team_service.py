@@ -157,7 +157,7 @@ async def test_three_roles_and_their_base_share_one_real_server(
         for policy in (*ROLES, BASE) * 2:
             answer = await one.ask(policy)
             assert {span.version for span in answer.versions} == {0}
-        # Roles move on one by one under load; nobody's turn is lost, or drawn by another's adapter.
+        # Roles move on one by one under load; no turn is lost, or drawn by another role's adapter.
         ended = asyncio.Event()
 
         async def play(policy: str) -> None:

@@ -251,7 +251,7 @@ async def test_an_adapter_is_hosted_by_name() -> None:
     await game.close()
 
 
-def test_a_game_without_declared_length_is_cut_short_by_nobody() -> None:
+def test_a_game_without_declared_length_is_not_cut_short() -> None:
     """A declaration that is too short is reported, not silently truncated."""
     with pytest.raises(EnvironmentContractError, match="longer than the environment declares"):
         play_randomly(rps(max_steps=1), 0)

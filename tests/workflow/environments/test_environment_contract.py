@@ -45,7 +45,7 @@ def step(**changes: Any) -> Step:
     return replace(sound, **changes)
 
 
-def test_moves_are_those_of_the_seats_whose_turn_it_is() -> None:
+def test_only_seats_whose_turn_it_is_move() -> None:
     contract, _ = begun()
     contract.moves({"left": 1})
     for strange in ({}, {"right": 1}, {"left": 1, "right": 1}, {"nobody": 1}):
