@@ -37,7 +37,7 @@ def _import() -> None:
 
 @contextlib.contextmanager
 def _replaced(module: Any, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
-    """Let `module` have `changed` of its function `name` meanwhile, if it has such a function."""
+    """Replace the function `name` of `module` by `changed` of it, if there is such a function."""
     function = getattr(module, name, None)
     if function is None:
         yield
@@ -50,8 +50,8 @@ def _replaced(module: Any, name: str, changed: Callable[[Any], Any]) -> Iterator
 
 
 def _by_directory(read: Callable[[Path], Any]) -> Callable[[str | Path], Any]:
-    """Return `read`, which keeps its results by argument, with the argument that `transformers`
-    gives it: for a file its directory, which is what it reads then."""
+    """Return `read` for directories: for a file it reads the file's directory anyway, but caches
+    the result under another argument."""
 
     def read_directory(path: str | Path) -> Any:
         return read(Path(path).parent if Path(path).is_file() else Path(path))
