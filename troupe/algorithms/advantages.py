@@ -77,6 +77,9 @@ class SampleBatch:
     columns: Sequence[Mapping[str, Any]] = ()
     # float64 [n]: each sample's own entry in `group_rewards`; None: its reward.
     own_entries: torch.Tensor | None = None
+    # float64 [n]: with `baseline_weight: trajectory` the variance of rewards in a trajectory, as a
+    # mean over those of each group; None: 0.
+    group_within: torch.Tensor | None = None
     # float64 [n]: what each turn earned, its agent's reward with the last turn of a chain. None
     # unless the function has the attribute `whole_group`.
     earned: torch.Tensor | None = None
@@ -118,20 +121,24 @@ def group_advantages(
     group_rewards: Sequence[Sequence[float]],
     *,
     scale_by_std: bool = True,
+    within: torch.Tensor | None = None,
     epsilon: float = EPSILON,
 ) -> torch.Tensor:
     """Return the GRPO advantages A_i = (r_i - mean(G(i))) / (std(G(i)) + epsilon), float64 [n].
 
     `scale_by_std` False leaves the division out (Dr. GRPO). `rewards`: of n samples;
     `group_rewards`: for each sample the final rewards of its group, including its own, so that the
-    result does not depend on how samples are distributed over micro-batches. NaN rewards give NaN
-    advantages, and so do finite rewards whose squares overflow.
+    result does not depend on how samples are distributed over micro-batches. `within`, float64 [n]:
+    variance to add to that of each group's entries (`SampleBatch.group_within`). NaN rewards give
+    NaN advantages, and so do finite rewards whose squares overflow.
     """
     _same_length(rewards, group_rewards)
     if not rewards:
         return torch.empty(0, dtype=torch.float64)
     mean, std = group_statistics(group_rewards)
     centred = _float64(rewards) - mean
+    if within is not None:
+        std = torch.sqrt(std**2 + within)
     return _scaled(centred, std, epsilon) if scale_by_std else centred
 
 
@@ -222,8 +229,12 @@ def likelihood_advantages(
 
 def grpo(samples: SampleBatch) -> torch.Tensor:
     """Return the advantage `grpo`."""
-    scale = samples.scale_by_std
-    return group_advantages(samples.rewards.tolist(), samples.group_rewards, scale_by_std=scale)
+    return group_advantages(
+        samples.rewards.tolist(),
+        samples.group_rewards,
+        scale_by_std=samples.scale_by_std,
+        within=samples.group_within,
+    )
 
 
 def dr_grpo(samples: SampleBatch) -> torch.Tensor:

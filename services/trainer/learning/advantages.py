@@ -10,6 +10,7 @@ moving average of each agent's rewards, which is training state. `gae` comes fro
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class AdvantageEstimator:
         rewards: Pools = {}
         self._add(rewards, ((self._pool(row), row) for row in rows))
         self._statistics = {
-            pool: batch_statistics(self._counted(entries)) for pool, entries in rewards.items()
+            pool: self._mean_and_deviation(entries) for pool, entries in rewards.items()
         }
 
     def estimate(self, rows: Sequence[Row]) -> TrainingBatch:
@@ -99,13 +100,15 @@ class AdvantageEstimator:
         prompts = [row.prompt_digest for row in rows] if self._reads_prompts else []
         step_groups = self._algorithm.step_groups or StepGroupsSpec()
         column = step_groups.observation
-        own, groups = None, Pools()
+        own, within, groups = None, None, Pools()
         if self._recounts:
             self._add(groups, ((row.group, row) for row in rows))
             means = {name: sorted(self._counted(entries)) for name, entries in groups.items()}
             group_rewards = [means[row.group] for row in rows]
         if self._by_trajectory:
             own = _float64(_mean(groups[row.group][row.trajectory]) for row in rows)
+            variances = {name: _within(entries) for name, entries in groups.items()}
+            within = _float64(variances[row.group] for row in rows)
         return SampleBatch(
             rewards=_float64(row.net_reward for row in rows),
             group_rewards=group_rewards,
@@ -125,6 +128,7 @@ class AdvantageEstimator:
             prompts=prompts,
             columns=[row.columns for row in rows],
             own_entries=own,
+            group_within=within,
             earned=_earned(rows) if self._of_groups else None,
             observations=prompts if column is None else [_observed(row, column) for row in rows],
             step_groups=step_groups,
@@ -142,6 +146,10 @@ class AdvantageEstimator:
         if self._by_trajectory:
             return [_mean(rewards) for rewards in entries.values()]
         return [reward for rewards in entries.values() for reward in rewards]
+
+    def _mean_and_deviation(self, entries: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+        mean, std = batch_statistics(self._counted(entries))
+        return mean, math.sqrt(std * std + _within(entries)) if self._by_trajectory else std
 
     def applied(self) -> None:
         """Update the baselines with the rewards of the step, after it was applied."""
@@ -196,6 +204,20 @@ class AdvantageEstimator:
 def _mean(rewards: Sequence[float]) -> float:
     """Return the mean, independent of the order, and exact where all rewards are equal."""
     return batch_statistics(rewards)[0] if len(rewards) > 1 else rewards[0]
+
+
+def _within(entries: Mapping[str, Sequence[float]]) -> float:
+    """Return the mean over trajectories of the variance of their rewards, independent of the order
+    and exactly zero where each trajectory has equal ones.
+
+    Agents with rewards of their own differ within a trajectory. Without this, trajectories with
+    equal means would have a deviation of zero, by which those differences would be divided.
+    """
+    variances = []
+    for rewards in entries.values():
+        _, deviation = batch_statistics(rewards)
+        variances.append(deviation * deviation * (len(rewards) - 1) / len(rewards))
+    return sum(sorted(variances)) / len(variances)
 
 
 def _earned(rows: Sequence[Row]) -> torch.Tensor:

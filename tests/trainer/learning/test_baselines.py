@@ -77,7 +77,8 @@ def reference(mine: Row, rows: list[Row], advantage: str) -> float:
         case "rae":
             return mine.reward
     centred = mine.reward - statistics.fmean(means.values())
-    return centred / (statistics.stdev(means.values()) + 1e-4)
+    within = statistics.fmean(statistics.pvariance(values) for values in rewards.values())
+    return centred / ((statistics.variance(means.values()) + within) ** 0.5 + 1e-4)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"])
@@ -98,6 +99,25 @@ def test_a_trajectory_counts_once_in_its_baseline(advantage: str, seed: int) -> 
     by_sample.measure(rows)
     same = torch.allclose(found, by_sample.estimate(rows).advantages)
     assert same == (advantage == "rae"), "rae's baseline is that of earlier steps"
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_plus_plus"])
+def test_agents_with_rewards_of_their_own_are_not_divided_by_nothing(advantage: str) -> None:
+    """Each trajectory has a proposer that fails and a checker that does not: their means are
+    equal, and had a deviation of 0."""
+    rows = [
+        row("both", f"t{number}", turn, float(turn), agent=("proposer", "checker")[turn])
+        for number in range(4)
+        for turn in range(2)
+    ]
+    algorithm: dict[str, Any] = {"advantage": advantage, "baseline_weight": "trajectory"}
+    if advantage != "grpo":
+        algorithm["normalize_per_agent"] = False
+    spec = AlgorithmSpec.model_validate(algorithm)
+    estimator = AdvantageEstimator(spec, ADVANTAGES[advantage])
+    estimator.measure(rows)
+    found = estimator.estimate(rows).advantages
+    torch.testing.assert_close(found.abs(), torch.full_like(found, 0.5 / (0.5 + 1e-4)))
 
 
 def test_raes_average_moves_once_per_trajectory() -> None:
