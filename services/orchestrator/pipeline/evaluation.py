@@ -13,7 +13,7 @@ from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
 from services.orchestrator.pipeline.failures import check_failures, report_failures
-from services.orchestrator.pipeline.metrics import Tally
+from services.orchestrator.pipeline.metrics import Tally, bounds_of
 from services.orchestrator.pipeline.team_monitors import Contributions, JudgeErrors
 from troupe.algorithms.scores import (
     MOST_VOTERS,
@@ -25,7 +25,6 @@ from troupe.algorithms.scores import (
     success_of,
 )
 from troupe.contracts.metric_names import (
-    BOUNDS,
     TEAM,
     TEAM_MEAN,
     TEAM_SCORE,
@@ -217,11 +216,6 @@ class RewardsByQuery:
             for score, queries in self._rewards.items()
         }
         return {score: bounds for score, bounds in found.items() if bounds is not None}
-
-
-def bounds_of(name: str, bounds: tuple[float, float]) -> dict[str, float]:
-    """Return the bounds of an interval as values: `<name>/low` and `<name>/high`."""
-    return dict(zip((f"{name}{one}" for one in BOUNDS), bounds, strict=True))
 
 
 def evaluation_tickets(query: admission.QueryPlan, name: str) -> list[rollout_pb.Ticket]:

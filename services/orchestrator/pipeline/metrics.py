@@ -9,6 +9,7 @@ from typing import Final
 
 from troupe.contracts import kinds
 from troupe.contracts.metric_names import (
+    BOUNDS,
     ENVIRONMENT_RETRIES,
     GRAD_NORM,
     NO_SIGNAL,
@@ -398,6 +399,11 @@ def staleness(commits: Iterable[store_pb.StepCommit]) -> dict[str, float]:
     if worst := [one.metrics[STALENESS_MAX] for one in metrics if STALENESS_MAX in one.metrics]:
         found[STALENESS_MAX] = max(worst)
     return found
+
+
+def bounds_of(name: str, bounds: tuple[float, float]) -> dict[str, float]:
+    """Return the bounds of an interval as values: `<name>/low` and `<name>/high`."""
+    return dict(zip((f"{name}{one}" for one in BOUNDS), bounds, strict=True))
 
 
 def percentile(values: list[float], fraction: float) -> float:

@@ -10,13 +10,12 @@ from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.pipeline.failures import report_failures
-from services.orchestrator.pipeline.metrics import Tally
+from services.orchestrator.pipeline.metrics import Tally, bounds_of
 from troupe.algorithms.scores import success_of
 from troupe.algorithms.team_monitors import PairedMeans, SharesByQuery
 from troupe.contracts.metric_names import (
     ACCEPTS,
     ACCEPTS_WRONG,
-    BOUNDS,
     CONTRIBUTION,
     REJECTS_RIGHT,
 )
@@ -96,7 +95,9 @@ class Contributions:
         found: dict[str, float] = {}
         for agent in self._agents:
             if (difference := self._means[agent].difference()) is not None:
-                found |= _with_bounds(f"{CONTRIBUTION}{agent}", *difference)
+                mean, bounds = difference
+                found[f"{CONTRIBUTION}{agent}"] = mean
+                found |= {} if bounds is None else bounds_of(f"{CONTRIBUTION}{agent}", bounds)
         return found
 
 
@@ -129,7 +130,8 @@ class JudgeErrors:
         for name, errors in ((ACCEPTS_WRONG, self._accepted), (REJECTS_RIGHT, self._rejected)):
             for judge, shares in errors.items():
                 if (value := shares.value()) is not None:
-                    found |= _with_bounds(f"{name}{judge}", *value)
+                    share, bounds = value
+                    found |= {f"{name}{judge}": share, **bounds_of(f"{name}{judge}", bounds)}
         return found
 
 
@@ -139,10 +141,3 @@ def _success_of(event: rollout_pb.TrajectoryEvent, spec: EvaluationSpec) -> floa
         return None
     success = success_of(event.rewards, event.metrics, spec.success)
     return success if math.isfinite(success) else None
-
-
-def _with_bounds(name: str, value: float, bounds: tuple[float, float] | None) -> dict[str, float]:
-    found = {name: value}
-    if bounds is not None:
-        found |= {f"{name}{end}": bound for end, bound in zip(BOUNDS, bounds, strict=True)}
-    return found
