@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import threading
+import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.cluster import job_yaml
 from tests.support.waiting import PATIENCE
 from troupe.functions import declaration_of
-from troupe.functions.library import answers
+from troupe.functions.library import answers, mathematics
 from troupe.functions.library.mathematics import math
 from troupe.job import JobSpecError, parse_job
 from troupe.job.sections.functions import READY
@@ -151,8 +152,22 @@ def test_only_a_box_counts_where_it_is_asked_for() -> None:
 
 def test_mathematics_that_never_ends_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer whose evaluation takes for ever costs seconds, not the trajectory."""
-    monkeypatch.setattr("troupe.functions.library.mathematics._SECONDS", 1)
+    monkeypatch.setattr(mathematics, "_SECONDS", 1.0)
     assert math(query(answer="3"), said("$9^{9^{9^{9^{9}}}}$"), {}) == 0.0
+
+
+def test_mathematics_on_a_busy_host_is_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits are on CPU time: what waits for a core is not what never ends."""
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.4)
+        return parse(*arguments, **options)
+
+    parse = mathematics.parse
+    monkeypatch.setattr(mathematics, "parse", slowly)
+    math(query(answer="7"), said("7"), {})  # imports
+    monkeypatch.setattr(mathematics, "_SECONDS", 0.3)
+    assert math(query(answer="7"), said("7"), {}) == 1.0
 
 
 def test_mathematics_is_compared_in_other_threads_too() -> None:

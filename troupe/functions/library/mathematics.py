@@ -7,11 +7,14 @@ order. The reward service's hosts need `pip install "troupe-rl[scoring]"`.
 
 from __future__ import annotations
 
+import logging
 import math as floats
 import re
+import signal
 import threading
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from troupe.functions.declaration import reward
 from troupe.functions.library.answers import (
@@ -28,15 +31,16 @@ from troupe.functions.library.answers import (
 try:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     from math_verify.errors import TimeoutException
-    from math_verify.utils import timeout
     from sympy import Expr, MatrixBase, Tuple, preorder_traversal
 except ImportError as error:
     raise ImportError(
         f'{error}: `pip install "troupe-rl[scoring]"` where the reward service runs'
     ) from error
 
-# Time limit of parsing one text, and of one comparison: sympy may take forever.
-_SECONDS: Final = 5
+_T = TypeVar("_T")
+# The limit on parsing one text, and on one comparison, in CPU seconds: sympy may take forever, and
+# on a busy host a right answer may take as long as a wrong one elsewhere.
+_SECONDS: Final = 5.0
 # Default number of significant digits of math-verify.
 _PRECISION: Final = 15
 # Texts with one of these contain LaTeX that math-verify finds itself.
@@ -60,6 +64,10 @@ _AROUND: Final = "*_` \u20ac\u00a3\u00a5:;,?"
 _MOST_ZEROS: Final = 330
 
 
+# It warns of its own limits, which are left out.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
 @reward(timeout_seconds=60, memory_mib=1024)
 def math(
     query: dict[str, Any],
@@ -79,7 +87,6 @@ def math(
     only the last of these counts. `boxed`: only an answer in a box counts. An answer that takes too
     long to parse or to compare is wrong. Raises `BadReferenceError`.
     """
-    seconds = _seconds()
     said = spoken(turns, agent) or ""
     said = cut(said, _ANSWER) or said
     if boxed and _BOXED not in said:
@@ -88,21 +95,19 @@ def math(
     latex = LatexExtractionConfig(boxed_match_priority=0)
     targets = [latex] if boxed else [latex, ExprExtractionConfig()]
     reply = [
-        found
-        for text in _readings(said)
-        for found in parse(text, extraction_config=targets, parsing_timeout=seconds)
+        found for text in _readings(said) for found in _parsed(text, extraction_config=targets)
     ]
     right = False
     for reference in references(query, answer, answer_pattern):
         one = _in_decimals(plain_characters(written(reference)), _PROGRAM_EXPONENT)
         text = one if _is_latex(one) else f"${one}$"
-        gold = parse(text, parsing_timeout=seconds) or parse(one, parsing_timeout=seconds)
+        gold = _parsed(text) or _parsed(one)
         if not gold or isinstance(reference, bool):
             remedy = "Give the query a number, an expression or LaTeX, or use `exact`."
             raise BadReferenceError(
                 answer, reference, "it is not a mathematical expression", remedy
             )
-        right = right or _equal(gold, reply, digits, seconds)
+        right = right or _equal(gold, reply, digits)
     return rewarded(float(right), agent, weight)
 
 
@@ -132,7 +137,13 @@ def _in_decimals(text: str, numbers: re.Pattern[str]) -> str:
     return numbers.sub(lambda found: f"{Decimal(found[0]):f}", text)
 
 
-def _equal(gold: list[Any], reply: list[Any], digits: int, seconds: int | None) -> bool:
+def _parsed(text: str, **options: Any) -> list[Any]:
+    """Return the expressions in a text; none if that takes too long."""
+    found: list[Any] = _limited(lambda: parse(text, parsing_timeout=None, **options), [])
+    return found
+
+
+def _equal(gold: list[Any], reply: list[Any], digits: int) -> bool:
     """Return whether math-verify considers one of `gold` and one of `reply` equal.
 
     It rounds to a number of decimals, and would round small numbers to 0, so the decimals are
@@ -153,21 +164,45 @@ def _equal(gold: list[Any], reply: list[Any], digits: int, seconds: int | None) 
         return min(most, _MOST_ZEROS)
 
     try:
-        zeros = timeout(seconds)(count_zeros)()
-    except (Exception, TimeoutException):  # sympy raises errors of many kinds
+        zeros = _limited(count_zeros, 0)
+    except Exception:  # sympy raises errors of many kinds
         zeros = 0
-    return bool(
-        verify(
-            gold,
-            reply,
-            float_rounding=digits + zeros,
-            numeric_precision=_PRECISION + zeros,
-            timeout_seconds=seconds,
+
+    def compared() -> bool:
+        return bool(
+            verify(
+                gold,
+                reply,
+                float_rounding=digits + zeros,
+                numeric_precision=_PRECISION + zeros,
+                timeout_seconds=None,
+            )
         )
-    )
+
+    return _limited(compared, False)
 
 
-def _seconds() -> int | None:
-    """Return the time limit of one operation; None outside the main thread, where there is no alarm
-    and the call's own time limit applies."""
-    return _SECONDS if threading.current_thread() is threading.main_thread() else None
+def _limited(function: Callable[[], _T], otherwise: _T) -> _T:
+    """Return the result of `function`, in which each operation of math-verify is ended after
+    `_SECONDS` of CPU time; `otherwise` if it ends by that.
+
+    Outside the main thread there is no such signal, and the call's own time limit applies.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+
+    def end(number: int, frame: object) -> None:
+        raise TimeoutException
+
+    former = signal.signal(signal.SIGVTALRM, end)
+    try:
+        # Again and again: math-verify goes on with the next comparison.
+        signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS, _SECONDS)
+        try:
+            return function()
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    except TimeoutException:
+        return otherwise
+    finally:
+        signal.signal(signal.SIGVTALRM, former)
