@@ -297,6 +297,36 @@ async def test_an_old_release_gets_its_turns_aborted_and_continued(tmp_path: Pat
         await stage.engine.stop()
 
 
+async def test_a_turn_that_begins_while_a_version_is_prepared_goes_on_after_its_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeSglang(CONFIG, old=True)
+    models = [make_model(0), make_model(1)]
+    async with serve(fake) as url:
+        stage = await attach(fake, url, tmp_path)
+        await stage.update(0, 0)
+        preparing, prepared = asyncio.Event(), asyncio.Event()
+
+        async def reserve() -> None:
+            preparing.set()
+            await prepared.wait()
+
+        monkeypatch.setattr(stage.engine._server.updater._loader, "reserve", reserve)
+        updating = asyncio.create_task(stage.update(1, 1))
+        await preparing.wait()
+        turn = asyncio.create_task(stage.ask("r", [1], max_new_tokens=200))
+        await until(lambda: drawing(fake) == 1)
+        prepared.set()
+        await updating
+        answer = await turn
+        assert len(answer.token_ids) == 200
+        for span in answer.versions:
+            expected = reference_logprobs(models[span.version], [1], answer.token_ids)
+            got = answer.logprobs[span.start : span.end]
+            assert got == pytest.approx(expected[span.start : span.end], abs=2e-4)
+        await stage.engine.stop()
+
+
 async def test_servers_that_cannot_be_used(tmp_path: Path) -> None:
     fake = FakeSglang(CONFIG)
     async with serve(fake) as url:

@@ -548,6 +548,8 @@ class ServerEngine(ServingEngine):
             self.host.loaded = ref.version
             self.host.open.set()
         else:
+            # Counted again: turns may have begun while the version was prepared.
+            self.host.updates += 1
             self.host.open.clear()
             self._return_turns(ref)
 
