@@ -13,7 +13,7 @@ import importlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -347,13 +347,17 @@ class Sinks:
         self._feeds.clear()
         return troubles
 
+    async def _wait(self, answers: Mapping[_Feed, asyncio.Future[None]]) -> None:
+        """Wait for answers of sinks, briefly."""
+        await asyncio.wait(answers.values(), timeout=SINK_WAIT_SECONDS)
+
     async def _hand_out(self, rows: Sequence[orchestrator_pb.MetricsLogged] | None) -> list[str]:
         """Give every sink its entry and wait briefly. Returns problems since the last call."""
         given = {feed: feed.take(rows) for feed in self._feeds}
         # Do not wait again for a late sink until it is closed: every step would wait for it.
         waits = {feed: done for feed, done in given.items() if rows is None or not feed.late}
         if waits:
-            await asyncio.wait(waits.values(), timeout=SINK_WAIT_SECONDS)
+            await self._wait(waits)
         troubles = []
         for feed, done in given.items():
             troubles += feed.troubles
