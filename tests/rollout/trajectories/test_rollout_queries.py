@@ -11,6 +11,7 @@ import pytest
 
 from services.rollout.trajectories import queries
 from services.rollout.trajectories.queries import QuerySource
+from tests.support.waiting import PATIENCE
 from troupe.job import TasksSpec
 from troupe.workflow import WorkflowError
 
@@ -45,8 +46,9 @@ def source(monkeypatch: pytest.MonkeyPatch) -> QuerySource:
 
 
 async def test_queries_that_are_wanted_at_once_are_made_together_and_once(
-    source: QuerySource,
+    source: QuerySource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(queries, "_TOGETHER_SECONDS", PATIENCE)
     wanted = [*range(6, 30), *range(6, 30)]
     found = await asyncio.gather(*(source.get("train", index) for index in wanted))
     assert [item["word"] for item in found] == wanted
