@@ -35,7 +35,7 @@ BUDGETS: Final = {
         "learners of three kinds, gangs over hosts, divided experts, crash-exact state",
     ),
     "services/rollout": (
-        17_500,
+        18_000,
         "an embedded engine, two kinds of servers, each for one policy or for a team, loads before "
         "a commit, routing, trajectories",
     ),
