@@ -57,7 +57,9 @@ def test_a_jobs_start_walks_no_imported_object(collections: list[tuple[int, int]
     exempt_new()
     assert left() is None
     assert kept.itself is kept
-    assert sum(walked for _, walked in collections) <= WALKED < frozen < gc.get_freeze_count()
+    assert sum(walked for _, walked in collections) <= WALKED < frozen
+    # Counts of what is exempt say nothing: what earlier tests left there may go meanwhile.
+    assert not any(one is kept for one in gc.get_objects())
 
 
 def test_cycles_that_a_trajectory_leaves_still_go(collections: list[tuple[int, int]]) -> None:
