@@ -143,8 +143,10 @@ async def test_a_workflow_that_blocks_the_event_loop_is_interrupted(
 
 
 async def test_a_blocking_workflow_is_named_in_missed_deadlines(tmp_path: Path) -> None:
-    async with open_house(tmp_path, blocked_seconds=1.0) as house:
-        await house.prepare("blocks", **QUICK)
+    # Both begin long before the deadline of the one, which passes while the other blocks.
+    limits = {"trajectory_seconds": 4, "turn_seconds": 5}
+    async with open_house(tmp_path, blocked_seconds=5.0) as house:
+        await house.prepare("blocks", limits=limits)
         ended = await house.run(evaluation(2))
     assert ended["h0-e0-t0"].reason.startswith("workflow_blocked: ")
     assert ended["h1-e0-t0"].reason.startswith("deadline: ")
