@@ -215,9 +215,10 @@ def _within(entries: Mapping[str, Sequence[float]]) -> float:
     """
     variances = []
     for rewards in entries.values():
-        _, deviation = batch_statistics(rewards)
-        variances.append(deviation * deviation * (len(rewards) - 1) / len(rewards))
-    return sum(sorted(variances)) / len(variances)
+        if len(rewards) > 1:
+            _, deviation = batch_statistics(rewards)
+            variances.append(deviation * deviation * (len(rewards) - 1) / len(rewards))
+    return sum(sorted(variances)) / len(entries)
 
 
 def _earned(rows: Sequence[Row]) -> torch.Tensor:

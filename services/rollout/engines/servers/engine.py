@@ -421,15 +421,11 @@ class ServerEngine(ServingEngine):
     async def _apply_ahead(
         self, ref: common_pb.WeightsRef, starting: Callable[[], None]
     ) -> LoadedAhead | None:
-        def begun() -> None:
-            self.host.updates += 1
-            starting()
-
         weights = NewWeights(self._held, ref, self._source, self._wave, ahead=True)
         updater = self._server.updater
         async with self._failing():
             loaded = await updater.load_ahead(
-                weights, starting=begun, gate=partial(self._gate, ref)
+                weights, starting=starting, gate=partial(self._gate, ref)
             )
         self._way = updater.way
         return loaded
@@ -499,7 +495,6 @@ class ServerEngine(ServingEngine):
 
     async def _replace(self, tensors: Tensors, ref: common_pb.WeightsRef, known: str) -> float:
         """Load all weights; `known`: checksum of those that the server holds, empty if unknown."""
-        self.host.updates += 1
         each_once = untied(tensors, self._server.layout)
         # With a tied tensor under both names its file is not what the server should read.
         source = self._source if each_once.keys() == tensors.keys() else None
@@ -548,7 +543,7 @@ class ServerEngine(ServingEngine):
             self.host.loaded = ref.version
             self.host.open.set()
         else:
-            # Counted again: turns may have begun while the version was prepared.
+            # Only now: turns may have begun while the version was prepared.
             self.host.updates += 1
             self.host.open.clear()
             self._return_turns(ref)
