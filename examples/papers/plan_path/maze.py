@@ -1,6 +1,6 @@
 """Plan-Path: mazes, their exact distances, walks, and rewards of plans.
 
-A maze has 5 x 5 cells, of which 5 or 6 are walls (22 %), a start and a goal. A move goes straight
+A maze has 5 x 5 cells, 5 or 6 walls among them (22 %), a start and a goal. A move goes straight
 on, over any number of free cells. A plan names the cells in which two moves end.
 """
 
@@ -102,8 +102,8 @@ def drawn(draw: random.Random) -> Maze:
 
 
 def rough_plan(maze: Maze, draw: random.Random, stray: float) -> list[str]:
-    """Draw a plan of two moves of the fewest to the goal, each of which is with probability
-    `stray` replaced by a straight line to anywhere, walls or not."""
+    """Draw a plan of two moves. Each takes a shortest way to the goal or, with probability `stray`,
+    a straight line to anywhere, walls or not."""
     plan: list[str] = []
     at = maze.at
     while len(plan) < MOVES:

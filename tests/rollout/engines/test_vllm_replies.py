@@ -24,6 +24,7 @@ from services.rollout.engines.servers.interface import (
 )
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.vllm.replies import (
+    PICKLES,
     VllmFeatures,
     description_of,
     load_of,
@@ -31,7 +32,7 @@ from services.rollout.engines.vllm.replies import (
     reply_of,
     routes_of,
 )
-from services.rollout.engines.vllm.server import PICKLES, TRANSFER, VllmServer, sampling_of
+from services.rollout.engines.vllm.server import TRANSFER, VllmServer, sampling_of
 from tests.rollout.engines.models import policy_spec
 from troupe.mixtures import RoutingShape
 from troupe.workflow.backend import Sampling

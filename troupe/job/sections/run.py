@@ -280,7 +280,7 @@ class EvaluationSpec(SuccessSpec):
     """Agents that judge, each with a regular expression that its last reply contains if it accepts.
     How often each accepts what does not solve the query, and rejects what does, is reported."""
     contributions: ContributionsSpec | None = None
-    """What each agent contributes to success. Default: not measured."""
+    """Contributions of agents to success. Default: not measured."""
 
     _pattern = field_validator("answer_pattern")(check_pattern)
 

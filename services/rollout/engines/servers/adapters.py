@@ -131,7 +131,7 @@ class AdapterVersions:
 
     @property
     def now(self) -> ServedAdapter:
-        """What new turns are generated with."""
+        """Adapter and version of new turns."""
         return self._now
 
     @property

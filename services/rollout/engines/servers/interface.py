@@ -260,7 +260,7 @@ class InferenceServer(ABC):
     """How the trainer encodes tensors for `ipc` and joins groups for `broadcast`: a name in
     `troupe.transfer.formats`."""
     group_packages: ClassVar[Collection[str]] = ("torch", "NCCL")
-    """What must have the same version in the trainer to form process groups with it."""
+    """Packages whose versions the trainer must share to form process groups with it."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")

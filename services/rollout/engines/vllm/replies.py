@@ -39,6 +39,8 @@ _TRANSFER: Final = frozenset(
         "/finish_weight_update",
     }
 )
+# Allows a server to unpickle handles of tensors.
+PICKLES: Final = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # Log-probs after the temperature, under which tokens are drawn.
 LOGPROBS: Final = "processed_logprobs"
 
@@ -95,9 +97,9 @@ def description_of(
                 f"its log-probs are '{model['logprobs_mode']}', without the temperature",
                 f"Start it with --logprobs-mode {LOGPROBS}.",
             )
-        ways: set[Way] = {"directory", *_direct_ways(features, config, environment, ranks)}
+        direct = _direct_ways(features, config, environment, ranks)
         return ServerDescription(
-            ways=frozenset(ways),
+            ways=direct | {"directory"},
             keeps_cache=True,
             names_versions=features.version_call,
             frees_memory=features.memory and bool(model["enable_sleep_mode"]),
@@ -123,7 +125,7 @@ def _direct_ways(
     if backend == "nccl":
         return frozenset({"broadcast"})
     # Handles of one GPU reach the rank on that GPU alone, and are a pickle.
-    pickles = bool(environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION"))
+    pickles = bool(environment.get(PICKLES))
     return frozenset({"ipc"}) if backend == "ipc" and ranks == 1 and pickles else frozenset()
 
 

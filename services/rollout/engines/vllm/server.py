@@ -27,6 +27,7 @@ from services.rollout.engines.servers.interface import (
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.vllm.replies import (
     LOGPROBS,
+    PICKLES,
     VllmFeatures,
     description_of,
     load_of,
@@ -46,9 +47,8 @@ PROBE_SECONDS: Final = 10.0
 ROUTED_EXPERTS: Final = "--enable-return-routed-experts"
 # Without it a server has no calls that load and unload adapters.
 RUNTIME_ADAPTERS: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-# How it takes weights from a trainer's devices, and what handles need besides.
+# How it takes weights from a trainer's devices.
 TRANSFER: Final = "--weight-transfer-config"
-PICKLES: Final = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _GENERATE: Final = "/inference/v1/generate"
 # `/abort_requests` wants the id that the engine knows.
 _KEY: Final = "generate-tokens-{}"
@@ -137,7 +137,6 @@ class VllmServer(HttpServer):
             "VLLM_NO_USAGE_STATS": "1",
             **({} if launch.adapters is None else {RUNTIME_ADAPTERS: "1"}),
             **({"VLLM_BATCH_INVARIANT": "1"} if launch.deterministic else {}),
-            # Handles of tensors are a pickle.
             **({PICKLES: "1"} if cls._transfer(launch) == "ipc" else {}),
             # Else its threads are bound to the first cores, those of every other server.
             **({} if launch.gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}),
