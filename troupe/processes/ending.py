@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # How long a killed process may take to end: it may be waiting for a disk or a device.
 _KILLED_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = 0.02
 
 
 class AsyncProcess(Protocol):
@@ -72,7 +73,11 @@ async def stop_process_async(process: AsyncProcess, seconds: float, *, group: bo
             process.terminate()
     try:
         async with asyncio.timeout(seconds):
-            await process.wait()
+            # `wait` of asyncio also waits for pipes, which children that the process leaves hold.
+            while group and process.returncode is None:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_SECONDS)
+            if not group:
+                await process.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
