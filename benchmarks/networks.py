@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from troupe.job.sections.network import NetworkSpec
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.jobs import make_learner
 from troupe.networks.vector import make_environment
+from troupe.recipes.curves import Mark, draw_curves
 
 FIGURES: Final = Path(__file__).resolve().parents[1] / "docs" / "figures"
 SEEDS: Final = (1, 2, 3)
@@ -197,53 +197,18 @@ def learn(task: Task, seed: int, updates: int, say: Any) -> Curve:
     return curve
 
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 280, 60, 16, 40, 30
-_COLOURS: Final = ("#3366aa", "#dd7733", "#8855aa")
-
-
 def draw(task: Task, curves: Sequence[Curve]) -> str:
     """Return an SVG document."""
     values = [value for curve in curves for value in curve.returns] + [task.published]
-    low, high = min(values), max(values)
     # The first points, from an untrained greedy policy, would flatten all others.
-    low = max(low, high - 3 * (high - sorted(values)[len(values) // 4]) - 1e-9)
-    most = max(curve.steps[-1] for curve in curves)
-
-    def x(steps: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * steps / most
-
-    def y(value: float) -> float:
-        inside = _HEIGHT - _BOTTOM - _TOP
-        return _HEIGHT - _BOTTOM - inside * (max(value, low) - low) / max(high - low, 1e-9)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="{_LEFT}" y="18" font-weight="bold">{escape(task.name)} on '
-        f"{escape(task.environment)}: return of an agent, {len(curves)} seeds</text>",
-        f'<path d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}" fill="none" '
-        'stroke="#333"/>',
-        f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">'
-        f"steps of the environment (to {most:,})</text>",
-        f'<path d="M{_LEFT} {y(task.published):.1f}H{_WIDTH - _RIGHT}" stroke="#888" '
-        'stroke-dasharray="4 4"/>',
-        f'<text x="{_WIDTH - _RIGHT}" y="{y(task.published) + 14:.1f}" text-anchor="end" '
-        f'fill="#555">published: {task.published:g}</text>',
-    ]
-    parts += [
-        f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.1f}</text>'
-        for value in (low, high)
-    ]
-    for curve, colour in zip(curves, _COLOURS, strict=False):
-        points = " ".join(
-            f"{x(steps):.1f},{y(value):.1f}"
-            for steps, value in zip(curve.steps, curve.returns, strict=True)
-        )
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        )
-    return "\n".join([*parts, "</svg>", ""])
+    likely = max(values) - 3 * (max(values) - sorted(values)[len(values) // 4])
+    return draw_curves(
+        {task.name: [list(zip(curve.steps, curve.returns, strict=True)) for curve in curves]},
+        title=f"return of an agent on {task.environment}; thick: mean of {len(curves)} seeds",
+        axis="steps of the environment",
+        mark=Mark(f"published: {task.published:g}", task.published),
+        low=max(min(values), likely),
+    )
 
 
 def summary(task: Task, curves: Sequence[Curve]) -> dict[str, Any]:

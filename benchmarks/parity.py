@@ -32,6 +32,7 @@ from benchmarks.end_to_end.troupe_side import cluster, job, run
 from benchmarks.end_to_end.workload import DTYPES, SMALL, Work, save_model
 from benchmarks.references import TRL, peer_environment, reference_python
 from troupe.contracts import metric_names
+from troupe.recipes.curves import draw_curves
 
 SEEDS: Final = 5
 FULL: Final = Work(steps=60, lr=1.5e-3)
@@ -41,9 +42,6 @@ QUICK: Final = Work(steps=4, lr=1.5e-3, queries=4)
 LAST: Final = 10
 HALF_WIDTH: Final = 0.03
 _TRL_SECONDS: Final = 1200.0
-# Size of the picture of the curves.
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 320, 50, 40, 30
-_COLOURS: Final = ("#1f77b4", "#d95f02")
 
 Curve = list[float]
 
@@ -138,39 +136,12 @@ def told(found: dict[str, Any]) -> Table:
 
 
 def draw(curves: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """Draw `{system: [curve of each seed]}` as SVG: a line per seed, a thick one for their mean.
-
-    All curves have the same number of steps.
-    """
-    steps = len(next(iter(curves.values()))[0])
-    highest = max(value for seeds in curves.values() for curve in seeds for value in curve)
-
-    def line(curve: Sequence[float], colour: str, width: float, opacity: float) -> str:
-        points = " ".join(
-            f"{_LEFT + (_WIDTH - _LEFT - 10) * step / max(1, steps - 1):.1f},"
-            f"{_HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * value / highest:.1f}"
-            for step, value in enumerate(curve)
-        )
-        return (
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}" '
-            f'stroke-opacity="{opacity}"/>'
-        )
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<path d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - 10}" fill="none" stroke="#333"/>',
-        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">steps (of {steps})</text>',
-        f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end">{highest:.2f}</text>',
-        f'<text x="{_LEFT - 6}" y="{_HEIGHT - _BOTTOM}" text-anchor="end">0</text>',
-    ]
-    for number, ((name, seeds), colour) in enumerate(zip(curves.items(), _COLOURS, strict=True)):
-        parts += [line(curve, colour, 1, 0.35) for curve in seeds]
-        parts.append(line([statistics.fmean(at) for at in zip(*seeds, strict=True)], colour, 3, 1))
-        x = _LEFT + 20 + 160 * number
-        parts.append(f'<text x="{x}" y="{_TOP - 10}" fill="{colour}">{name}, mean of seeds</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    """Return an SVG document of `{system: [reward by step of each seed]}`."""
+    return draw_curves(
+        {name: [list(enumerate(curve, 1)) for curve in seeds] for name, seeds in curves.items()},
+        title="reward; thick: mean of seeds",
+        axis="steps",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from troupe.recipes.curves import Mark, draw_curves
 from troupe.recipes.recipe import SEEDS, Recipe, SeedRuns, Verdict, estimated, has_passed
 from troupe.recipes.results import Results
 from troupe.rpc.errors import InvalidArgument
@@ -24,13 +25,9 @@ PICTURE: Final = "curves.svg"
 BEGIN: Final = "<!-- results: written by `troupe examples run`; do not edit -->"
 END: Final = "<!-- end of results -->"
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 680, 340, 52, 14, 44, 42
-# Distinct without a contrast of red and green.
-_COLOURS: Final = ("#1f77b4", "#d95f02", "#7a4fa3", "#22997a", "#bb9911")
-
 
 def write_page(recipe: Recipe, results: Results, out: Path, *, template: Path) -> None:
-    """Write the picture and the page into `out`; the hand-written part is that of the page in `out`
+    """Write the picture and the page into `out`; the hand-written part comes from the page in `out`
     or, if there is none, in the folder `template`."""
     page = out / PAGE
     source = page if page.exists() else template / PAGE
@@ -148,45 +145,11 @@ def _numbers(seeds: Sequence[SeedRuns]) -> str:
 
 
 def draw(recipe: Recipe, seeds: Sequence[SeedRuns]) -> str:
-    """Return an SVG document of the arms' curves over generated tokens: thin lines are seeds, thick
-    ones their mean."""
-    most = max(run.tokens for one in seeds for run in one.runs.values())
-    values = [value for one in seeds for run in one.runs.values() for _, value in run.points]
-    low, high = min(0.0, *values), max(*values, 1e-9)
-
-    def at(tokens: float, value: float) -> str:
-        x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * tokens / most
-        y = _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * (value - low) / (high - low)
-        return f"{x:.1f},{y:.1f}"
-
-    def line(points: Sequence[tuple[float, float]], colour: str, style: str) -> str:
-        drawn = " ".join(at(*point) for point in points)
-        return f'<polyline points="{drawn}" fill="none" stroke="{colour}" {style}/>'
-
-    foot, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    equal = statistics.fmean(one.tokens for one in seeds)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<path d="M{_LEFT} {_TOP}V{foot}H{right}" fill="none" stroke="#333"/>',
-        f'<path d="M{at(equal, low)}L{at(equal, high)}" stroke="#999" stroke-dasharray="4 3"/>',
-        f'<text x="{_LEFT}" y="16">{escape(recipe.curve)}; thick: mean of {len(seeds)} seeds; '
-        "dashed: tokens that all arms reach</text>",
-        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">generated tokens '
-        f"(of {most:,.0f})</text>",
-        f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end">{high:.2f}</text>',
-        f'<text x="{_LEFT - 6}" y="{foot}" text-anchor="end">{low:.2f}</text>',
-    ]
-    for number, arm in enumerate(recipe.arms):
-        colour = _COLOURS[number % len(_COLOURS)]
-        curves = [one.runs[arm].points for one in seeds]
-        parts += [line(one, colour, 'stroke-width="0.7" stroke-opacity="0.45"') for one in curves]
-        mean = [
-            (statistics.fmean(t for t, _ in step), statistics.fmean(v for _, v in step))
-            for step in zip(*curves, strict=False)
-        ]
-        parts.append(line(mean, colour, 'stroke-width="2.2"'))
-        x = _LEFT + 8 + 150 * number
-        parts.append(f'<text x="{x}" y="34" fill="{colour}">{escape(arm)}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    """Return an SVG document of the arms' curves over generated tokens."""
+    return draw_curves(
+        {arm: [one.runs[arm].points for one in seeds] for arm in recipe.arms},
+        title=f"{recipe.curve}; thick: mean of {len(seeds)} seeds; "
+        "dashed: tokens that all arms reach",
+        axis="generated tokens",
+        mark=Mark(place=statistics.fmean(one.tokens for one in seeds)),
+    )
