@@ -89,7 +89,7 @@ class Publication:
         computes their proof if they have to be published.
 
         Raises FailedPrecondition of kind "weights_changed" when `expected` (the committed
-        checksum, or empty) is not that of `tensors`.
+        checksum, or empty) differs from the checksum of `tensors`.
         """
         checksum = checksum_of(tensors)
         if expected and checksum != expected:

@@ -35,8 +35,8 @@ class TrainerSettings(ServiceSettings):
     training state waits in the transfer layer otherwise."""
     trainer_memory_bytes: int = Field(default=0, ge=0)
     """Bytes that policies may use of each device of this worker: training state, and what a pass
-    needs besides; 0: all that a GPU has, on a CPU not bounded. A policy that no worker has room for
-    is refused."""
+    needs in addition; 0: all that a GPU has, on a CPU not bounded. A policy that no worker has room
+    for is refused."""
     trainer_lease_seconds: float = Field(default=30, gt=0)
     """How long claimed samples stay with a worker that no longer answers."""
     trainer_claim_wait_seconds: float = Field(default=2, gt=0)

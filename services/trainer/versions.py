@@ -46,7 +46,7 @@ from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 log = structlog.get_logger("troupe.trainer")
 
 # Deadline in seconds for another trainer to read a state from its disk, or to fetch and write it:
-# that of 32 billion parameters at 100 MB/s. The channel's keep-alive notices one that is gone.
+# 32 billion parameters at 100 MB/s. The channel's keep-alive notices one that is gone.
 _OFFER_SECONDS: Final = 4000.0
 _POLL_SECONDS: Final = 0.5
 

@@ -184,7 +184,7 @@ class _Assembly:
 
     @property
     def count(self) -> int:
-        """Number of waves, which is that of rollout workers."""
+        """Number of waves: one for each rollout worker."""
         return len(self._missing)
 
     def add(self, receiver: Receiver, usual: int | None) -> None:

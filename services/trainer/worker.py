@@ -497,7 +497,7 @@ class TrainerWorker:
         checksum: str,
         hosts: GangHosts = ALONE,
     ) -> PolicyBinding:
-        """Bind a policy at a version; `hosts`: those of its gang besides this one. Idempotent.
+        """Bind a policy at a version; `hosts`: the other hosts of its gang. Idempotent.
 
         A running step from that version continues, since the caller may have restarted. Any other
         step is cancelled.

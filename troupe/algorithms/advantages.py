@@ -129,8 +129,8 @@ def group_advantages(
     `scale_by_std` False leaves the division out (Dr. GRPO). `rewards`: of n samples;
     `group_rewards`: for each sample the final rewards of its group, including its own, so that the
     result does not depend on how samples are distributed over micro-batches. `within`, float64 [n]:
-    variance to add to that of each group's entries (`SampleBatch.group_within`). NaN rewards give
-    NaN advantages, and so do finite rewards whose squares overflow.
+    variance to add to the variance of each group's entries (`SampleBatch.group_within`). NaN
+    rewards give NaN advantages, and so do finite rewards whose squares overflow.
     """
     _same_length(rewards, group_rewards)
     if not rewards:

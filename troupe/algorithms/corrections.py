@@ -43,7 +43,7 @@ def masked_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
     """Return the masked importance weights [T], without gradient: rho where 1/cap <= rho <= cap,
     else 0.
 
-    `ratio`: each token's own, or that of its sequence (`sequence_ratio`). `cap` >= 1.
+    `ratio`: each token's own, or its sequence's (`sequence_ratio`). `cap` >= 1.
     """
     constant = ratio.detach()
     return torch.where(within(constant, cap), constant, torch.zeros_like(constant))

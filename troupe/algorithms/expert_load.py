@@ -78,7 +78,7 @@ def imbalances(logits: torch.Tensor, chosen: torch.Tensor, lengths: torch.Tensor
     softmax of the router's logits. That is the auxiliary loss of Switch Transformers (Fedus et al.
     2021, equation 4) for k experts per token, over one sequence (DeepSeek-V3, section 2.1.2).
     `logits` [N, E] and `chosen` int64 [N, k] of the rows' tokens, row after row; `lengths` int64
-    [R]. Its gradient is that of P.
+    [R]. Its gradient is P's.
     """
     experts, k = logits.shape[-1], chosen.shape[-1]
     exact = logits if logits.dtype == torch.float64 else logits.float()

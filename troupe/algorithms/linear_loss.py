@@ -355,7 +355,7 @@ class _Grads:
     bias: torch.Tensor | None
 
     def all(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients; that of the weight in `dtype`."""
+        """Return the gradients; the weight's in `dtype`."""
         weight = None if self.weight is None else self.weight.to(dtype)
         return self.hidden, weight, self.bias
 

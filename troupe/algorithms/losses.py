@@ -187,10 +187,10 @@ def preference_weights(
     """Return the losses of pairs of replies, and the weights by which they reach log pi.
 
     A pair's loss is a function of one number, the margin m, which a pass without gradients gives:
-    its gradient is then that of sum_y -w_y log pi(y), with constants w_y, so that the two sides
-    need not be in one pass. All arguments are [n]: `log_ratios` log(pi/pi_ref) of each reply,
-    `lengths` its tokens, `pairs` (int64) the number of its pair, `chosen` (bool) its side, which
-    may have several replies. The losses are in the docstring of `PreferencesSpec.loss`.
+    its gradient then equals the gradient of sum_y -w_y log pi(y), with constants w_y, so that the
+    two sides need not be in one pass. All arguments are [n]: `log_ratios` log(pi/pi_ref) of each
+    reply, `lengths` its tokens, `pairs` (int64) the number of its pair, `chosen` (bool) its side,
+    which may have several replies. The losses are in the docstring of `PreferencesSpec.loss`.
     """
     count = int(pairs.max()) + 1 if len(pairs) else 0
     sides = 2 * pairs + chosen.long()

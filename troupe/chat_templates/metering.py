@@ -18,7 +18,7 @@ _WORK_PER_CHAR: Final = 200
 NODE_WORK: Final = 10
 BODY_WORK: Final = 100
 CALL_WORK: Final = 400
-# The largest text or list that a template may make, besides what its conversation has.
+# The largest text or list that a template may make in addition to what its conversation has.
 _VALUE: Final = 1 << 20
 _VALUE_PER_CHAR: Final = 4
 # Bytes that a character or an item of a list may take, as work for making it.

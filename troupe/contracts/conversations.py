@@ -69,8 +69,8 @@ class ConversationLog:
     """The log of one job. Writers and readers may be in several processes.
 
     A writer appends to files of its own, so a file that a crash left incomplete is never
-    continued; readers ignore the incomplete end. The order is that of steps, and of files where
-    their steps overlap.
+    continued; readers ignore the incomplete end. Conversations are in the order of steps, and of
+    files where their steps overlap.
     """
 
     def __init__(self, directory: Path, max_bytes: int = 0) -> None:

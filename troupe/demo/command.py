@@ -39,7 +39,7 @@ _DEMO: Final = _PACKAGE / "demo"
 _TEAM: Final = "reasoning_team"
 # The example that `troupe init` copies.
 _STARTER: Final = "starter"
-# The folder of recipes, below that of the examples.
+# The folder of recipes, below the examples'.
 _PAPERS: Final = "papers"
 # What names of jobs do not have.
 _NO_NAME: Final = re.compile(r"[^a-z0-9._-]+")

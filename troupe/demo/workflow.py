@@ -1,7 +1,7 @@
 """The team's conversation: the solver proposes, the checker criticises, the solver answers again.
 
 Prompts are plain chat messages, whatever the model. `solve` is the workflow of `job.yaml`,
-`solve_by_branches` (AT-GRPO) that of `tree.yaml`.
+`solve_by_branches` (AT-GRPO) the workflow of `tree.yaml`.
 """
 
 from __future__ import annotations

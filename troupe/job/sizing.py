@@ -291,7 +291,8 @@ def setup_of(
     over_base = sum(one.lora is not None and same_base(one, own) for one in others)
 
     def fits(found: TrainingSetup) -> bool:
-        """Return whether the device has room for a step besides the states of other policies."""
+        """Return whether the device has room for a step in addition to the states of other
+        policies."""
         needed = rank_memory(shape, found)
         known = memory > 0 and not spec.pipeline.colocate
         added = len(others) * needed.state - over_base * needed.base

@@ -104,7 +104,7 @@ async def run_arm(recipe: Recipe, client: AsyncClient, arm: str, seed: int, spec
     try:
         await handle.result(timeout=_JOB_SECONDS)
     except (asyncio.CancelledError, DeadlineExceeded):
-        # Else it would go on when the cluster starts again, beside the jobs of the next run.
+        # Else it would go on when the cluster starts again, together with the jobs of the next run.
         await handle.cancel("the recipe was interrupted")
         raise
     found = await recipe.measured(handle, arm)

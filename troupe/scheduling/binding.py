@@ -88,8 +88,8 @@ class WorkerPlan:
         return self.room_beside(policy)
 
     def room_beside(self, policy: Policy) -> bool:
-        """Return whether the policy's state has room beside all states that are here or come in
-        this plan."""
+        """Return whether the policy's state has room in addition to all states that are here or
+        come in this plan."""
         if not self.worker.memory:
             return True
         if not policy.size:  # never bound: its size is known when it is loaded
@@ -172,7 +172,7 @@ class Policy:
     base_size: int = 0
     """Bytes of these weights."""
     working: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that it needs on each device besides while it computes, by worker."""
+    """Bytes that it needs on each device in addition while it computes, by worker."""
     device: str = ""
     """Device class that it needs; empty: any."""
     cost: float = 1.0
@@ -500,8 +500,8 @@ class _Table:
 
     def _best(self, policy: Policy, below: float = math.inf) -> _Way | None:
         """Return the way of placing `policy` at the lowest price; None: there is none `below` a
-        price (1: free now). Of equals that of fewest workers; of as many the group that has its
-        state, then workers that no other policy computes on, then the group whose leader, which
+        price (1: free now). Of equals the group of fewest workers; of as many the group that has
+        its state, then workers that no other policy computes on, then the group whose leader, which
         holds all that the others hold, has least load."""
         if not self._alike:
             self._classify(self._plans.values())
@@ -620,9 +620,9 @@ class _Table:
                 return 0.0
 
     def _leavers(self, policy: Policy, plan: WorkerPlan, group: Group) -> list[Policy] | None:
-        """Return the policies that must leave for `policy` besides those that leave already: as few
-        as possible, those without work first, then those with the youngest work. None: that is not
-        enough."""
+        """Return the policies that must leave for `policy` in addition to those that leave already:
+        as few as possible, those without work first, then those with the youngest work. None: that
+        is not enough."""
         gone = self._gone.intersection(one.policy for one in plan.held)
         if plan.free(policy, gone, group):
             return []
@@ -712,8 +712,8 @@ def _formed(
 
 
 def _price(options: Sequence[_RankOption], count: int) -> float:
-    """Return the lowest price of `count` workers: that of the most expensive one; inf: there are
-    fewer."""
+    """Return the lowest price of `count` workers: the price of the most expensive one; inf: there
+    are fewer."""
     for one in options:
         count -= len(one.plans)
         if count <= 0:

@@ -10,7 +10,7 @@ its members takes a number of devices of one host. Rules:
   sharing it.
 * *Nothing twice*: no device has two members, unless their requests share devices on purpose
   (`shares_with`, a job's `pipeline.colocate`). Of those, engines and trainers take turns: the
-  memory of members of one kind on a device adds up, that of two kinds does not.
+  memory of members of one kind on a device adds up, memory of two kinds does not.
 * *Gangs on whole hosts first*: a gang takes free hosts that it fills, then the host where its rest
   fits best, then the hosts with most free devices. All its devices are of one class.
 * *A tensor-parallel group is on one host*, on devices that are all linked to one another (NVLink)
@@ -671,7 +671,7 @@ class _DeviceDraft:
 
     def _share(self, group: _ShareGroup, guest: DeviceRequest, count: int) -> list[tuple[str, int]]:
         """Return the devices of the leader for `count` further members of a guest: those with
-        fewest members of its kind, and room for one more beside them."""
+        fewest members of its kind, and room for one more."""
         loads: Counter[tuple[str, int]] = Counter()
         used: Counter[tuple[str, int]] = Counter()
 

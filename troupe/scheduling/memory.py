@@ -19,7 +19,7 @@ from typing import Final, Literal
 _FULL: Final = 4  # bytes of a float32
 _HALF: Final = 2
 # By device type: bytes of the logits of one block of tokens (troupe/algorithms/linear_loss.py), and
-# of the float32 scratch beside them.
+# of the float32 scratch next to them.
 _BLOCK_BYTES: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
 _SCRATCH_BYTES: Final = {"cpu": 1 << 20, "cuda": 256 << 20}
 # On a GPU: CUDA's context, kernels and workspaces of cuBLAS; the buffers of NCCL; and the part of a
@@ -28,8 +28,8 @@ _CONTEXT_BYTES: Final = 1 << 30
 _COLLECTIVE_BYTES: Final = 512 << 20
 _FRAGMENTS: Final = 0.1
 SLEEPING_SERVER_BYTES: Final = 2 << 30
-"""Bytes of a GPU that a sleeping inference server keeps, besides its weights, caches and graphs,
-which it releases: CUDA's context and kernels, workspaces of attention, buffers of NCCL."""
+"""Bytes of a GPU that a sleeping inference server keeps, not counting its weights, caches and
+graphs, which it releases: CUDA's context and kernels, workspaces of attention, buffers of NCCL."""
 # Elements of the moments that are on the device at a time, of those that are in host memory
 # (services/trainer/learning/optimizer.py); a second part is on its way.
 OFFLOADED_PART: Final = 1 << 25

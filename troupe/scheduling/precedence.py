@@ -21,5 +21,5 @@ def waiting_seconds(priority: int) -> float:
 
 
 def share_of(priority: int) -> float:
-    """Return the share of a job in proportion to that of a job of priority 0."""
+    """Return the share of a job in proportion to the share of a job of priority 0."""
     return float(2.0 ** (priority / _UNITS_PER_DOUBLING))

@@ -12,7 +12,7 @@ by a hash of their id.
 `next_wave` says which engines load new weights at the same time. A load takes as long for many
 engines as for one where each has its own device: an update of all of them should take two loads,
 not one per engine. But the policy must never stop serving. So half of those that serve load at a
-time, none beside another one on the same device.
+time, never two on the same device.
 """
 
 from __future__ import annotations
@@ -517,8 +517,8 @@ WINDOW_TURNS: Final = 16
 class AdaptiveLimit:
     """How many turns one engine should run at once, in [1, `most`], learned from its speed.
 
-    Fits seconds per token t against the number of turns n beside it (least squares, t = base +
-    slope n) and stops where a further turn hardly raises throughput n / t. Starts at `most`,
+    Fits seconds per token t against the number n of other concurrent turns (least squares, t = base
+    + slope n) and stops where a further turn hardly raises throughput n / t. Starts at `most`,
     because too few turns cost throughput at once.
     """
 

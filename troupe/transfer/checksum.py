@@ -57,7 +57,8 @@ def piece_checksums(data: memoryview) -> tuple[str, ...]:
 
 
 def whole(pieces: Sequence[str]) -> str:
-    """Return the hex xxh3-128 of a tensor of several pieces: that of its pieces' checksums."""
+    """Return the hex xxh3-128 of a tensor of several pieces: the checksum of its pieces'
+    checksums."""
     return xxhash.xxh3_128_hexdigest(bytes.fromhex("".join(pieces)))
 
 

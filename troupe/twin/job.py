@@ -41,7 +41,7 @@ class EngineFleet:
     devices: int = 1
     """Devices of one engine (tensor parallel)."""
     adapters: bool = False
-    """Whether new weights are adapters, which are loaded beside those in use: turns go on."""
+    """Whether new weights are adapters, which are loaded next to those in use: turns go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class JobRates:
 
     def loads_beside(self, name: str) -> bool:
         """Return whether the versions that a policy's engines load are adapters, which are loaded
-        beside those in use."""
+        next to those in use."""
         return any(self.spec.policies[one].lora is not None for one in self.members[name])
 
     def _adapter(self, name: str) -> int:

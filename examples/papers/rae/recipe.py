@@ -101,7 +101,7 @@ class RoleBaselines(Recipe):
             more = [one.end("rae", 0.25) - one.end(other, 0.25) for one in seeds]
             verdicts.append(
                 Verdict(
-                    f"exploitability of `rae` minus that of `{other}`, last quarter: the interval "
+                    f"exploitability of `rae` minus `{other}`'s, last quarter: the interval "
                     "does not lie above 0",
                     tuple(more),
                     len(more) > 1 and estimated(more).low <= 0,

@@ -24,7 +24,7 @@ DEALS: Final = tuple(itertools.permutations(range(3), 2))
 # exactly in every information state. An answer that is no move is a fair coin.
 GAME: Final = GameWorkflow(
     kuhn,
-    # Seats do not change: the baseline of an agent is that of its seat.
+    # Seats do not change: an agent's baseline is its seat's.
     permute=False,
     rules=PlayRules(history="latest", illegal="random_legal", prompt=bare),
 )
@@ -63,6 +63,6 @@ async def workflow(query: Query, agents: Agents, tools: Tools) -> dict[str, floa
         assert turn.reply is not None, "`turns` have replies"
         seat = turn.reply.chain or SEATS[turn.role.name]
         # Also for an answer that is no move, which `GameWorkflow` rewards apart: the baseline is to
-        # be that of the game.
+        # be the game's.
         turn.reply.reward = query.metrics[f"return_{seat}"]
     return {}

@@ -133,7 +133,7 @@ def bias(arm: str, samples: int, seed: int) -> float:
     """Return the bias of an arm's policy gradient in the logit of going at the first turn, in units
     of p (1 - p), the logit's derivative of P(go): a hidden reward of going.
 
-    The gradient is that of the product's loss over `samples` episodes of a table policy, in groups
+    The gradient comes from the product's loss over `samples` episodes of a table policy, in groups
     of 16, with the arm's advantages; the exact gradient comes from the game's values.
     """
     draw = random.Random(seed)

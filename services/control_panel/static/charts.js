@@ -155,7 +155,7 @@ const DASHES = [[], [9, 6], [2, 4], [9, 4, 2, 4]];
 // Lines cover each other where they are closer than this fraction of the chart's height.
 const NEAR = 0.01;
 const COMPARED_POINTS = 200;
-// With more intervals than this, only that of the name pointed at is filled: they would cover the chart.
+// With more intervals than this, only the interval of the name pointed at is filled: all would cover the chart.
 const MOST_BANDS = 3;
 
 // Returns whether two lines are closer than `near` in most of the points that both have.
@@ -282,7 +282,7 @@ export class Chart {
     this.read(null);
   }
 
-  // Fills the intervals: all if they are few, else that of the name pointed at.
+  // Fills the intervals: all if they are few, else the one of the name pointed at.
   fill() {
     const among = this.series.filter((one) => one.low && !this.hidden.has(one.name)).length;
     this.plot.delBand(null);

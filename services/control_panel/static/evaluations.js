@@ -30,7 +30,7 @@ const rank = (score) => [score.startsWith("pass") ? 0 : score.startsWith("maj") 
 const byRank = (a, b) => rank(a)[0] - rank(b)[0] || rank(a)[1] - rank(b)[1] || a.localeCompare(b);
 const bySet = (a, b) => a.localeCompare(b, "en", { numeric: true });
 
-// The most telling score of an evaluation: that of the best checkpoint, or else the first by rank.
+// The most telling score of an evaluation: the best checkpoint's, or else the first by rank.
 function headline(set, scores, kept) {
   const prefix = set ? `evaluations/${set}` : "evaluation";
   return scores.find((score) => kept?.metric.replace(/\/mean$/, "") === `${prefix}/${score}`) ?? [...scores].sort(byRank)[0];

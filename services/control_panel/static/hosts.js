@@ -63,7 +63,7 @@ export async function drawHosts() {
   );
 }
 
-// A small chart of fractions, from 0 to 100 %, with the newest value beside it.
+// A small chart of fractions, from 0 to 100 %, with the newest value next to it.
 function spark(times, values, [first, last], title) {
   const known = values.filter((value) => value !== null);
   const mean = known.reduce((sum, value) => sum + value, 0) / known.length;

@@ -6,7 +6,7 @@
 -- (records.Record.settled).
 -- ARGV: step, claimant, to ('T', 'D', or '' for a step without samples), reason,
 --       version, whether it is the next one (0/1), commit,
---       whether the caller's digest is that of the claims' samples (0/1), most uses,
+--       whether the caller's digest equals the digest of the claims' samples (0/1), most uses,
 --       checksum of the version, its entry in the list of versions, whether its training state is
 --       on disk (0/1), micro-batches kept (-1: none), claim...
 drains()

@@ -50,7 +50,7 @@ async def resolve_origins(shared: Shared, directory: Path, spec: JobSpec) -> dic
     try:
         with_origins(spec, found, directory)
     except ValidationError as error:
-        # A whole checkpoint is another base than that of the policies which share its engines.
+        # A whole checkpoint is another base than the policies which share its engines have.
         first = explained(error, JobSpec)[0]
         raise InvalidArgument(
             first.message, kind="init_from_mismatch", field=first.field, remedy=first.remedy

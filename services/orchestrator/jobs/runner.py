@@ -213,7 +213,7 @@ class JobRunner:
         return trainers, progress
 
     async def _wait_in_line(self) -> None:
-        """Wait until the job may run besides the others."""
+        """Wait until the job may run in addition to the others."""
         job, record = self._job, self._record
 
         def report(before: int) -> None:

@@ -183,7 +183,7 @@ class TrainingMemory:
         """Return the memory fields of `binding.Policy`."""
         workers = self._job.shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)
         if self._shape is None:
-            # A pass may need a quarter of a GPU besides the state.
+            # A pass may need a quarter of a GPU in addition to the state.
             gpus = [one for one in workers if one.beat.trainer.device == "cuda"]
             quarter = {one.worker_id: one.beat.trainer.memory_bytes // 4 for one in gpus}
             return {"size": self._state_bytes, "working": quarter}

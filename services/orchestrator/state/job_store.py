@@ -297,7 +297,7 @@ class JobStore:
         """Move the job's state and log the move, atomically. Changes nothing if the state is
         already `target`.
 
-        The move also writes what a resume changes (`JobRecord.renewed`) to that of `renewed`, if
+        The move also writes what a resume changes (`JobRecord.renewed`) to `renewed`'s, if
         given. A runner passes its `epoch`.
         `sources` restricts the states from which the table allows the move. Raises
         `FailedPrecondition` for a move that is not allowed, `Superseded`, `NotFound`.

@@ -543,7 +543,7 @@ class HostFleet:
 
 
 def resources_of(offer: reward_pb.HostOffer, link: HostLink | None = None) -> HostResources:
-    """Return the resources that a host offers, beside workers and cores."""
+    """Return the resources that a host offers in addition to workers and cores."""
     amounts = {SANDBOX + level: PLENTY for level in offer.sandboxes}
     if offer.memory_mib:
         amounts[MEMORY] = offer.memory_mib

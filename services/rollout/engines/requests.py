@@ -24,7 +24,7 @@ class Draw(NamedTuple):
     top_p: float
     seed: int
     position: int
-    # Whether the log-prob is that of the truncated distribution.
+    # Whether the log-prob comes from the truncated distribution.
     processed: bool = False
 
 

@@ -146,7 +146,7 @@ class ServerProcess:
         environment = self._defaults | inherited
         if self._devices:
             # The worker's own share of the cores is not a server's that computes on GPUs: its
-            # threads would spin beside those of the host's other servers.
+            # threads would spin next to the threads of the host's other servers.
             environment[_THREADS] = self._defaults[_THREADS]
         if self._devices is not None:
             environment |= visible(self._devices)

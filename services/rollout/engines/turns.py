@@ -159,7 +159,7 @@ class EngineTurn:
 
 class TurnTable:
     """The turns in flight of an engine by request id, and the load that they make, with what is
-    scored beside them."""
+    scored with them."""
 
     def __init__(self) -> None:
         self._turns: dict[str, EngineTurn] = {}

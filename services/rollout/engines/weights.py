@@ -292,7 +292,7 @@ def other_base(known: BaseWeights, wanted: BaseWeights, policy: str, others: str
     Blocking: looks for the first tensor that differs."""
     name = first_difference(known.tensors, wanted.tensors)
     return WeightsRefused(
-        f"its base differs from that of the policies on the same engines ({others}): '{name}' "
+        f"its base differs from the base of the policies on the same engines ({others}): '{name}' "
         "differs",
         field=f"policies.{policy}.engine.share",
         value=wanted.ref.key,

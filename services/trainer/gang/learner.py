@@ -284,8 +284,7 @@ class RankLearner(Learner):
         return {} if path is None else {path.name: file_checksum(path)}
 
     def _read(self, directory: Path, *, moments: bool = True) -> Tensors:
-        """Return this rank's shards of the state in `directory`, which is that of the lead's
-        host."""
+        """Return this rank's shards of the state in `directory`, on the lead's host."""
         group, own = self._group, self.weights()
         there = group.shares_disk or group.rank == 0
         known = described(directory) if there else {}

@@ -343,7 +343,7 @@ def load_sharded(
 ) -> Any:
     """This rank's shards of a policy's model, in evaluation mode; all ranks must call it.
 
-    `whole`: makes the model where it has no safetensors files. `dtype`: that of its parameters;
+    `whole`: makes the model where it has no safetensors files. `dtype`: of its parameters;
     `half`: see `shard`. `expert_parallel`: whether its experts are divided as `spec` says.
     `prepare`: puts further modules into the model (on the meta device) before it is sharded.
     `weights`: shards to copy, in place of those in the files; `shared`: to use themselves. Raises

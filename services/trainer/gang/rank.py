@@ -166,7 +166,7 @@ class Rank:
         if name in ("write_copy", "copy_written"):
             return self._write_copy(key, header)
         member = self._members[key]
-        # In the shared memory of the lead's host, which is that of rank 0; None on other ranks.
+        # In the shared memory of the lead's host, rank 0's; None on other ranks.
         path = Path(header["path"]) if "path" in header and self._channel is not None else None
         match name:
             case "accumulate":

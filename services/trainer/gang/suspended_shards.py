@@ -30,7 +30,7 @@ def store_shards(
 ) -> StoredParts:
     """Store this rank's shards of `tensors` under `{key}.{rank}`, and on rank 0 what is not sharded
     under `{key}.rest`. All ranks must call this. Return on rank 0 the description of all parts,
-    elsewhere that of this rank's.
+    elsewhere of this rank's parts.
 
     Raises StorageFull of any rank on all of them, and then leaves nothing.
     """

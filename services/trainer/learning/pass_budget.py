@@ -198,7 +198,7 @@ class PassBudget:
             needed = rank_memory(shape, alone)
             need = (
                 f"; by the memory model its last pass needs {needed.total:,} bytes, "
-                f"{needed.working:,} of them besides weights, gradients and optimizer"
+                f"{needed.working:,} of them in addition to weights, gradients and optimizer"
             )
         return FailedPrecondition(
             f"a row of {length:,} tokens of policy {self._policy} does not fit into the memory of "

@@ -486,7 +486,7 @@ class Passes:
     @property
     def _cuts(self) -> bool:
         """Whether sequences may be cut. With dropout a piece's two passes would differ, and a row's
-        imbalance of experts is that of all its tokens."""
+        imbalance of experts is measured over all its tokens."""
         lora = self._policy.lora
         return self._layout["packed"] and not (lora and lora.dropout) and not self.balances
 

@@ -414,7 +414,8 @@ class BatchSummary:
     pairs_ranked: int = 0
     chosen_reward: float = 0.0
     rejected_reward: float = 0.0
-    # `samples_digest` of the sample ids; the store compares it with that of the claimed samples.
+    # `samples_digest` of the sample ids; the store compares it with the digest of the claimed
+    # samples.
     digest: int = 0
 
     def add(self, rows: Sequence[Row], advantages: np.ndarray[Any, np.dtype[np.float64]]) -> None:

@@ -32,7 +32,7 @@ class TokenColumns:
 
     # [T] log-probs under the engine that sampled them (mu).
     behaviour: torch.Tensor
-    # [T] advantage of each token; without a critic, that of its row.
+    # [T] advantage of each token; without a critic, its row's.
     advantages: torch.Tensor
     # [T] weight w_t in the loss sum.
     weights: torch.Tensor
@@ -67,7 +67,7 @@ class TokenColumns:
         columns = {
             "behaviour": torch.from_numpy(np.concatenate([row.behaviour for row in rows])),
             "advantages": torch.repeat_interleave(advantages, sizes),
-            # A pair's loss is a mean over pairs, whatever that of other losses is.
+            # A pair's loss is a mean over pairs, whatever other losses are means of.
             "weights": token_weights(lengths, "token" if paired else normalize),
             "temperatures": torch.repeat_interleave(temperatures, sizes)[:, None],
         }

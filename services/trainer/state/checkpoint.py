@@ -1,6 +1,6 @@
 """Checkpoints for `transformers` and PEFT: `{data_dir}/{job}/checkpoints/{policy}/v{version}`.
 
-The base of an adapter that began with random weights is written once beside them, in
+The base of an adapter that began with random weights is written once next to them, in
 `checkpoints/.base/{checksum}`.
 """
 
@@ -73,15 +73,15 @@ def save_checkpoint(
     """Write a checkpoint of `weights` in the format of `model`; returns its size in bytes.
 
     The tokenizer, if there is one, is written too. `lineage`: the origin of the weights, written
-    beside them. `published`: the published tensors, written bit for bit to `PUBLISHED` unless
+    next to them. `published`: the published tensors, written bit for bit to `PUBLISHED` unless
     another file has them. `dtype`: the dtype of floating-point tensors; default: their own.
     `verified`: told the checksum of a language model's tensors in the checkpoint, whether they are
     what they should be.
 
     Of a language model, one tensor (of a mixture, one layer's experts) at a time is in memory.
 
-    An existing checkpoint is left as it is. `keep`: number of newest checkpoints to keep beside it;
-    None: all. Raises ResourceExhausted ("storage_full") or FailedPrecondition
+    An existing checkpoint is left as it is. `keep`: number of newest checkpoints to keep in
+    addition to it; None: all. Raises ResourceExhausted ("storage_full") or FailedPrecondition
     ("storage_unwritable"), and then leaves no partial checkpoint and does not touch older ones.
     """
     adapter, progress = adapter_of(model), progress or CheckpointProgress()
@@ -184,7 +184,7 @@ def _write_model(
     else:
         cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         model.save_pretrained(folder, state_dict=cast)
-    # The configuration's dtype is that of the model in training.
+    # The configuration has the dtype of the model in training.
     config = folder / "config.json"
     values = {**json.loads(config.read_text()), "dtype": dtype_name(dtype)}
     config.write_text(json.dumps(values, indent=2) + "\n")

@@ -109,7 +109,7 @@ ClusterAddress = Annotated[
     typer.Option(
         "--cluster",
         metavar="HOST:PORT",
-        help="Orchestrator; default: that of the cluster that runs in the data directory.",
+        help="Orchestrator; default: the cluster's that runs in the data directory.",
         show_default=False,
     ),
 ]

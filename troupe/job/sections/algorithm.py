@@ -74,7 +74,7 @@ class StepGroupsSpec(Section):
     gamma: float = Field(default=0.95, gt=0, le=1)
     """Discount per turn of the returns that are compared."""
     weight: Coefficient = 1.0
-    """`gigpo`: weight of the turn's advantage beside the episode's."""
+    """`gigpo`: weight of the turn's advantage, relative to the episode's."""
     history: int = Field(default=2, ge=0, le=64)
     """`hgpo`: number of earlier observations that the smallest groups have in common."""
     alpha: float = Field(default=1.0, ge=0, le=16)
@@ -144,8 +144,8 @@ class AlgorithmSpec(Section):
     for rewards of 0 or 1; `reinforce_plus_plus`: the mean of the step's samples, in
     their standard deviations (Hu et al. 2025), not in mode `micro_batch`; `rae`: a moving average
     of its agent's rewards in earlier steps (SPIRAL, Liu et al. 2025, section 3.3); `gigpo`: the
-    mean return of the group, plus that of turns with the same observation (Feng et al. 2025,
-    equation 8); `hgpo`: the mean returns of turns with the same latest observations, 1 to
+    mean return of the group, plus the mean return of turns with the same observation (Feng et al.
+    2025, equation 8); `hgpo`: the mean returns of turns with the same latest observations, 1 to
     `history` + 1 of them (He et al. 2026); `gae`: the values of a critic, token by token (PPO;
     Schulman et al. 2016, equation 16)."""
     critic: CriticSpec | None = None

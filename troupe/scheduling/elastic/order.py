@@ -4,7 +4,7 @@
 though, is the sum of action completion times, for which FCFS is a poor order.
 
 `shortest`: least expected remaining work first. Where all trajectories of a step begin together,
-the sum of completion times of actions is least when that of trajectories is. On one machine the
+the sum of completion times of actions is least when the sum for trajectories is. On one machine the
 least sum results from serving the least work divided by the number of trajectories that wait for it
 (Smith 1956; with preemption Schrage 1968). So the key is what the action's *trajectory* is expected
 to have left, not the action's own length: a short command of a trajectory with hours left helps
@@ -98,7 +98,7 @@ class FairShares:
 def workers_to_start(
     backlog_seconds: float, waited_seconds: float, alive: int, startable: int, cold_seconds: float
 ) -> int:
-    """Return how many of `startable` workers to start now, beside the `alive` ones.
+    """Return how many of `startable` workers to start now, in addition to the `alive` ones.
 
     `backlog_seconds`: waiting and running work in seconds of one worker; `waited_seconds`: how long
     the first call without a worker has waited; `cold_seconds`: start time of a worker.

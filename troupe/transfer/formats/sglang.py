@@ -39,7 +39,7 @@ class SglangFormat(BucketFormat):
         return handles(flattened(bucket))
 
     def join(self, meeting: Meeting) -> JoinedGroup:
-        """See `BucketFormat.join`. As SGLang's `init_custom_process_group` does: beside the groups
+        """See `BucketFormat.join`. As SGLang's `init_custom_process_group` does: next to the groups
         of a gang, whose default group has other ranks, if there is one."""
         from torch.distributed import distributed_c10d as c10d
 

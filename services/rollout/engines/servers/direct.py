@@ -76,7 +76,7 @@ class DirectLoader(Loader):
 
     @property
     def way(self) -> str:
-        """`ipc` or `broadcast`, or that of the other loader."""
+        """`ipc` or `broadcast`, or the other loader's way."""
         return self._direct or self._other.way
 
     async def prepare(self, weights: NewWeights) -> None:

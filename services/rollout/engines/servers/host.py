@@ -197,7 +197,7 @@ class ServerHost(EngineHost):
         return self._base
 
     def check_base(self, policy: str, base: BaseWeights) -> None:
-        """Raise `WeightsRefused`, naming a tensor, unless a policy's base is that of the others.
+        """Raise `WeightsRefused`, naming a tensor, unless a policy's base equals the others'.
         Blocking: compares the weights if they are not."""
         known = self._base
         if not self.shared or known is None or known.ref.checksum == base.ref.checksum:

@@ -101,7 +101,7 @@ class Launch:
 @dataclass(frozen=True)
 class AdapterLimits:
     """Adapters that a server was started for; `rank` or `slots` None, no `modules`: it does not
-    say. `slots`: adapters that it computes in one batch, besides none."""
+    say. `slots`: adapters that it computes in one batch; no adapter needs no slot."""
 
     rank: int | None = None
     modules: Collection[str] = ()

@@ -397,7 +397,7 @@ class ManagedServer:
         )
         if spec.engine.cache == "keep" and not described.keeps_cache:
             raise EngineStartFailed(
-                "the server cannot keep the cache of running turns apart from that of others",
+                "the server cannot keep the cache of running turns apart from other turns' cache",
                 field=f"policies.{self._policy}.engine.cache",
                 value="keep",
                 remedy="Use `recompute`, or a newer release.",

@@ -106,7 +106,7 @@ def _norm_of(kernels: LigerKernels) -> Callable[[Any, torch.Tensor], torch.Tenso
 
 
 def _rms_norm(kernels: LigerKernels, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
-    # Not in place: the gradient may be that of a residual stream, too.
+    # Not in place: the gradient may belong to a residual stream, too.
     return kernels.rms_norm(x, weight, eps, 0.0, "llama", False, None)
 
 

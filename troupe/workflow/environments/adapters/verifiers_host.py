@@ -346,7 +346,7 @@ def _register_chat_harness() -> Any:
     shared = program.httpx.AsyncClient(timeout=None, trust_env=False)
 
     class ChatHarnessConfig(HarnessConfig):  # type: ignore[misc]
-        """The configuration of `ChatHarness`, equal to that of `null`."""
+        """The configuration of `ChatHarness`, equal to `null`'s."""
 
         id: str = _CHAT_HARNESS
 
