@@ -87,6 +87,15 @@ class Place:
         await until(lambda: log.exists() and log.read_text().count(text) == times)
 
 
+def mapped(pid: int) -> str:
+    """The files that a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def is_server(process: psutil.Process) -> bool:
+    return "troupe.processes.fork_server" in process.cmdline()
+
+
 @pytest.fixture
 async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
     monkeypatch.chdir(tmp_path)
@@ -148,6 +157,51 @@ async def test_servers_of_two_groups_share_the_common_modules_and_end_together(
     await place.server.stop()
 
     assert not any(runs(pid) for pid in servers)
+
+
+async def test_a_server_that_rests_drops_its_imports_and_keeps_its_programs(place: Place) -> None:
+    place.server = ForkServer(
+        {"all": ["numpy"]}, place.environment, ["heavy"], rest_seconds={"all": 0.1}
+    )
+    server = await place.start()
+    process = await place.fork("stays", "heavy", "numpy")
+    await place.until_said("stays", "stays")
+    await until(lambda: "--resume" in psutil.Process(server).cmdline())
+
+    # It imports again what a program needs, and learns the ends of old and new programs.
+    said = await place.fork("says", "heavy", "numpy")
+    async with asyncio.timeout(PATIENCE):
+        assert await said.wait() == 3
+    assert json.loads(place.log("says").read_text())["answer"] == 42
+    assert (place.directory / "imports").read_text() == "xx"
+    assert runs(process.pid)
+    assert await stop_process_async(process, PATIENCE) == 5
+
+    # Again, and it ends with its owner, after its programs.
+    last = await place.fork("stays", "heavy")
+    await place.until_said("stays", "stays", times=2)
+    await until(lambda: "numpy" not in mapped(server))
+    await place.server.stop()
+    assert not runs(server)
+    async with asyncio.timeout(PATIENCE):
+        await last.wait()
+    await place.until_said("stays", "told to end", times=2)
+
+
+async def test_two_servers_rest_and_end_together(place: Place) -> None:
+    groups = {"one": ["numpy"], "two": ["numpy"]}
+    rest = dict.fromkeys(groups, 0.1)
+    place.server = ForkServer(groups, place.environment, ["heavy"], rest)
+    first = await place.start()
+    for group in groups:
+        await place.fork("stays", "heavy", group=group)
+    await place.until_said("stays", "stays", times=2)
+    servers = [first, *(one.pid for one in psutil.Process(first).children() if is_server(one))]
+    assert len(servers) == 2
+    await until(lambda: all("--resume" in psutil.Process(one).cmdline() for one in servers))
+    await place.server.stop()
+    assert not any(runs(one) for one in servers)
+    await place.until_said("stays", "told to end", times=2)
 
 
 async def test_a_forked_program_is_shown_under_its_own_name(place: Place) -> None:

@@ -50,6 +50,9 @@ _CALLS: Mapping[str, Mapping[str, str]] = {
     "control_panel": {"orchestrator": "TROUPE_ORCHESTRATOR_ADDRESS"},
 }
 _WORKERS = ("rollout", "trainer")
+# Names of fork servers.
+WORKERS = "workers"
+_SERVICES = "services"
 # The services that must be ready before each kind starts, if this supervisor runs them.
 _AFTER: Mapping[str, tuple[str, ...]] = {
     "experience_store": ("redis",),
@@ -235,7 +238,7 @@ def plan(
                 # A driver's state does not survive a fork, so workers with devices start by
                 # themselves: no import of theirs may open a device before.
                 preload=() if given and module in _WORKERS else _COMMON + _PRELOAD[module],
-                fork_server="workers" if module in _WORKERS else "services",
+                fork_server=WORKERS if module in _WORKERS else _SERVICES,
                 probe=Probe(ProbeKind.HTTP if panel else ProbeKind.GRPC, address),
                 address=address,
                 metrics_address=join_address(settings.reachable_host, metrics_port),

@@ -8,13 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from troupe.cluster.child import GROUP_EXIT_SECONDS, Child
-from troupe.cluster.layout import ChildSpec
+from troupe.cluster.layout import WORKERS, ChildSpec
 from troupe.cluster.logs import CHECK_SECONDS, SUPERVISOR_LOG, open_log, rotate_all
 from troupe.processes.forked import ForkServer, can_fork
 from troupe.rpc.errors import TroupeError
 
 _log = logging.getLogger(__name__)
 _FORK_LOG = "fork-server.log"
+# Seconds for which the workers' fork server keeps its imports. Workers start together; one that
+# starts later replaces a crashed one and loads its models again. Until then the imports would take
+# 90 MiB, because workers have written to most of the pages.
+_REST_SECONDS = 2.0
 
 
 class Supervisor:
@@ -173,7 +177,7 @@ def _fork_server(specs: Sequence[ChildSpec]) -> ForkServer | None:
         group += [one for one in spec.preload if one not in common and one not in group]
     # Numerical libraries read their number of threads when they are imported: take the workers'.
     threaded = max(forked, key=lambda spec: int(spec.environment.get("OMP_NUM_THREADS", "0")))
-    return ForkServer(groups, threaded.full_environment(), common)
+    return ForkServer(groups, threaded.full_environment(), common, {WORKERS: _REST_SECONDS})
 
 
 def longest_stop(specs: Sequence[ChildSpec]) -> float:

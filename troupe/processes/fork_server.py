@@ -1,6 +1,6 @@
 """A process that imports modules once and forks programs that need them.
 
-    python -m troupe.processes.fork_server [MODULE...] -- FD MODULE... [-- FD MODULE...]
+    python -m troupe.processes.fork_server [MODULE...] -- FD[,SECONDS] MODULE... [-- ...]
 
 It imports the first modules, and becomes one server for each following group: the first by itself,
 the others as forks, so that groups are imported at the same time and share the first modules. A
@@ -29,7 +29,7 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +38,8 @@ MOST_BYTES: Final = 1 << 20
 # Stands between groups of modules, which have no blanks in their names.
 SEPARATOR: Final = "--"
 _HANDLED: Final = (signal.SIGCHLD, signal.SIGTERM)
+_NAME: Final = "troupe.processes.fork_server"
+_RESUME: Final = "--resume"
 # A parameter of mallopt, from malloc.h.
 _ARENA_MAX: Final = -8
 # Fields of /proc/self/stat after the program's name: proc(5), arg_start and arg_end.
@@ -58,16 +60,31 @@ class ForkRequest:
     """Modules that the server imports before it forks."""
 
 
+@dataclass(frozen=True)
+class _State:
+    """What a server keeps when it replaces itself. `others`: servers that this process has
+    forked."""
+
+    control: int
+    modules: list[str]
+    seconds: float | None = None
+    others: list[int] = field(default_factory=list)
+    children: list[int] = field(default_factory=list)
+
+
 class _Server:
     """The loop of the server: imports, requests, ended children."""
 
-    def __init__(self, control: socket.socket, modules: list[str], others: list[int]) -> None:
-        """`others`: the servers that this process has forked."""
-        self._control = control
-        self._others = others
-        self._unimported = list(modules)
+    def __init__(self, state: _State, imported: list[str], *, resumed: bool = False) -> None:
+        """`imported`: those of the state's modules that this process has. The others are imported
+        at once or, if it has `resumed`, when a request needs them."""
+        self._state = state
+        self._control = socket.socket(fileno=state.control)
+        self._control.set_inheritable(False)
+        self._eager = not resumed
+        self._unimported = [module for module in state.modules if module not in imported]
         self._waiting: list[ForkRequest] = []
-        self._children: set[int] = set()
+        self._children = set(state.children)
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
 
@@ -80,25 +97,48 @@ class _Server:
             signal.signal(number, lambda number, frame: None)
         for source in (self._control, self._wake):
             self._selector.register(source, selectors.EVENT_READ)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        self._reap()
         while True:
             if (request := self._fork_ready()) is not None:
                 return request
-            events = self._selector.select(0 if self._unimported else None)
+            importing = self._unimported and (self._eager or self._waiting)
+            events = self._selector.select(0 if importing else self._rest_seconds())
             ready = {key.fileobj for key, _ in events}
             if self._wake in ready and signal.SIGTERM in self._wake.recv(4096):
                 break
             self._reap()
             if self._control in ready and not self._receive():
                 break
-            if not ready and self._unimported:
+            if not ready and importing:
                 self._import_next()
-        for child in [*self._children, *self._others]:
+            elif not ready:
+                self._replace()
+        for child in [*self._children, *self._state.others]:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGTERM)
-        for other in self._others:
+        for other in self._state.others:
             with suppress(ChildProcessError):  # it has ended before
                 os.waitpid(other, 0)
         return None
+
+    def _rest_seconds(self) -> float | None:
+        """Return after how long without work this process is to be replaced; None: not."""
+        something = len(self._unimported) < len(self._state.modules)
+        return self._state.seconds if self._children and something else None
+
+    def _replace(self) -> None:
+        """Become a fresh interpreter that serves on; return if there is work, or if it fails."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until it has its handlers
+        if not self._selector.select(0):
+            state = replace(self._state, children=sorted(self._children))
+            command = [sys.executable, "-m", _NAME, _RESUME, json.dumps(asdict(state))]
+            self._control.set_inheritable(True)
+            with suppress(OSError):
+                os.execv(command[0], command)
+            self._control.set_inheritable(False)
+            self._state = replace(self._state, seconds=None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
 
     def _receive(self) -> bool:
         """Keep the next request; return False when the owner has closed the socket."""
@@ -211,28 +251,38 @@ def _show_as(command: str) -> None:
 
 def main() -> None:
     """Serve; in a child, run its program."""
-    common, *groups = (text.split() for text in " ".join(sys.argv[1:]).split(SEPARATOR))
-    controls = [socket.socket(fileno=int(group[0])) for group in groups]
-    for control in controls:
-        control.set_inheritable(False)
     # Collections take a tenth of the time of imports. Children enable them again.
     gc.disable()
+    if sys.argv[1] == _RESUME:
+        server = _Server(_State(**json.loads(sys.argv[2])), [], resumed=True)
+    else:
+        server = _first_server(sys.argv[1:])
+    request = server.run()
+    if request is not None:
+        _become(request)
+
+
+def _first_server(arguments: list[str]) -> _Server:
+    """Import the common modules and fork the servers; return the one of this process."""
+    common, *groups = (text.split() for text in " ".join(arguments).split(SEPARATOR))
     for module in common:
         _import(module)
     gc.freeze()
-    mine = 0
-    others: list[int] = []
-    for number in range(1, len(groups)):
+    states = []
+    for place, *modules in groups:
+        descriptor, _, seconds = place.partition(",")
+        rest = float(seconds) if seconds else None
+        states.append(_State(int(descriptor), common + modules, rest))
+    mine = states[0]
+    for state in states[1:]:
         if (pid := os.fork()) == 0:
-            mine, others = number, []
+            mine = replace(state, others=[])
             break
-        others.append(pid)
-    for number, control in enumerate(controls):
-        if number != mine:
-            control.close()
-    request = _Server(controls[mine], groups[mine][1:], others).run()
-    if request is not None:
-        _become(request)
+        mine.others.append(pid)
+    for state in states:
+        if state.control != mine.control:
+            os.close(state.control)
+    return _Server(mine, common)
 
 
 if __name__ == "__main__":

@@ -91,11 +91,14 @@ class ForkServer:
         groups: Mapping[str, Sequence[str]],
         environment: Mapping[str, str],
         common: Sequence[str] = (),
+        rest_seconds: Mapping[str, float] | None = None,
     ) -> None:
         """`groups` has each server's modules, which it imports in this order after the `common`
-        ones, with `environment` as the whole environment."""
+        ones, with `environment` as the whole environment. `rest_seconds`: for how long a server
+        keeps its imports after a fork; those of other groups keep them for good."""
         self._groups = {name: list(modules) for name, modules in groups.items()}
         self._common = list(common)
+        self._rest_seconds = dict(rest_seconds or {})
         self._environment = dict(environment)
         self._process: asyncio.subprocess.Process | None = None
         self._controls: dict[str, socket.socket] = {}
@@ -113,7 +116,8 @@ class ForkServer:
                 own.setblocking(False)
                 theirs.enter_context(its)
                 descriptors.append(its.fileno())
-                command += [SEPARATOR, str(its.fileno()), *modules]
+                rest = f",{self._rest_seconds[name]}" if name in self._rest_seconds else ""
+                command += [SEPARATOR, f"{its.fileno()}{rest}", *modules]
                 self._controls[name], self._forking[name], self._children[name] = own, {}, {}
                 asyncio.get_running_loop().add_reader(own, self._receive, name)
             try:
