@@ -7,6 +7,7 @@ is found out. Errors cross the wire as the real service sends them.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
 from collections.abc import AsyncIterator
@@ -446,6 +447,12 @@ def _trajectory(index: int) -> orchestrator_pb.TrajectorySummary:
 
 class FakeFunctions(reward_grpc.RewardServicer):
     """The door to functions: there is one, which gains from cores."""
+
+    async def UploadSource(
+        self, request: reward_pb.UploadSourceRequest, context: Any
+    ) -> reward_pb.UploadSourceResponse:
+        contents = b"".join(sorted(one.SerializeToString() for one in request.files))
+        return reward_pb.UploadSourceResponse(sha256=hashlib.sha256(contents).hexdigest())
 
     async def ListFunctions(
         self, request: reward_pb.ListFunctionsRequest, context: Any

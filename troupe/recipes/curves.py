@@ -12,7 +12,7 @@ from typing import Final
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 680, 340, 56, 14, 44, 42
 _BETWEEN_NAMES: Final = 150
 # Distinct without a contrast of red and green.
-_COLOURS: Final = ("#1f77b4", "#d95f02", "#7a4fa3", "#22997a", "#bb9911")
+_COLOURS: Final = ("#1f77b4", "#d95f02", "#7a4fa3", "#22997a", "#bb9911", "#777777")
 _SEED: Final = 'stroke-width="0.7" stroke-opacity="0.45"'
 _THICK: Final = 'stroke-width="2.2"'
 
@@ -78,12 +78,13 @@ def draw_curves(
         # At the left, where curves are furthest from what they are to reach.
         y = float(across[0].split(",")[1]) - 4
         parts.append(f'<text x="{_LEFT + 8}" y="{y:.1f}" fill="#666">{escape(mark.text)}</text>')
+    apart = min(_BETWEEN_NAMES, (right - _LEFT - 8) // len(curves))
     for number, (name, each) in enumerate(curves.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         if len(each) > 1:
             parts += [line(points, colour, _SEED) for points in each]
         parts.append(line(_mean(each), colour, _THICK))
-        x = _LEFT + 8 + _BETWEEN_NAMES * number
+        x = _LEFT + 8 + apart * number
         parts.append(f'<text x="{x}" y="34" fill="{colour}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 

@@ -16,6 +16,8 @@ from troupe.recipes.recipe import Recipe, Run, SeedRuns
 from troupe.rpc.errors import InvalidArgument
 
 RESULTS: Final = "results.json"
+UNFINISHED: Final = "unfinished.json"
+"""The finished arms of a seed that is running, or was interrupted."""
 # Values in the file; more digits would be noise of the runs.
 _DIGITS: Final = 6
 _GIT_SECONDS: Final = 30.0

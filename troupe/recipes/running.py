@@ -15,7 +15,7 @@ from troupe.client.aio import AsyncClient
 from troupe.job import JobSpec
 from troupe.recipes.page import write_page
 from troupe.recipes.recipe import Recipe, Run, SeedRuns
-from troupe.recipes.results import RESULTS, Results, commit_of, digest_of
+from troupe.recipes.results import RESULTS, UNFINISHED, Results, commit_of, digest_of
 from troupe.rpc.errors import AlreadyExists, DeadlineExceeded
 
 # The longest that one arm may take: what a recipe has for a whole seed on two free cores, and as
@@ -54,7 +54,8 @@ async def run(
     quick: bool = False,
     tell: Callable[[str], None],
 ) -> Results:
-    """Run all arms with each of `seeds` that `out` lacks; write results and page after each seed.
+    """Run all arms with each of `seeds` that `out` lacks; write results and page after each seed. A
+    seed that was interrupted goes on with the arms that lack, at the same commit.
 
     `root`: the folder that contains `examples`, whose modules are sent with the jobs; `models`: a
     directory for the first models. A job that is interrupted is cancelled. Raises `JobFailed`,
@@ -62,28 +63,47 @@ async def run(
     """
     results = begun(recipe, out, quick=quick)
     commit = commit_of(root)  # now: files may change while the jobs run
+    digest = digest_of(recipe, quick=quick)
     for seed in seeds:
         if results is not None and seed in {one.seed for one in results.seeds}:
             tell(f"{recipe.name}: seed {seed} has run already")
             continue
         # In a thread: they compute for a minute, and the client's calls go on.
         model = await asyncio.to_thread(recipe.model, models / f"{recipe.name}-{seed}", seed)
-        figures = await asyncio.to_thread(recipe.computed, seed, quick=quick)
-        runs = {}
+        empty = Results(recipe.name, digest, _parameters(model), quick)
+        one = _interrupted(out, empty, seed, commit)
+        if one is None:
+            figures = await asyncio.to_thread(recipe.computed, seed, quick=quick)
+            one = SeedRuns(seed, commit, "", {}, figures)
+        else:
+            tell(f"{recipe.name}: seed {seed} goes on after {', '.join(one.runs)}")
         for arm in recipe.arms:
+            if arm in one.runs:
+                continue
             spec = with_sources(recipe, recipe.job(arm, model, seed, quick=quick), root)
-            runs[arm] = await run_arm(recipe, client, arm, seed, spec)
-            said = f"{recipe.curve} {runs[arm].end():.3f}"
-            tell(f"{recipe.name}: seed {seed}, {arm}: {said}, {runs[arm].seconds:.0f} s")
-        if results is None:
-            digest = digest_of(recipe, quick=quick)
-            results = Results(recipe.name, digest, _parameters(model), quick)
-        now = datetime.now(UTC).strftime("%Y-%m-%d")
-        results = results.with_seed(SeedRuns(seed, commit, now, runs, figures))
+            done = await run_arm(recipe, client, arm, seed, spec)
+            said = f"{recipe.curve} {done.end():.3f}"
+            tell(f"{recipe.name}: seed {seed}, {arm}: {said}, {done.seconds:.0f} s")
+            today = datetime.now(UTC).strftime("%Y-%m-%d")
+            one = replace(one, date=today, runs={**one.runs, arm: done})
+            empty.with_seed(one).write(out / UNFINISHED)
+        results = (results or empty).with_seed(one)
         results.write(out / RESULTS)
+        (out / UNFINISHED).unlink(missing_ok=True)
         write_page(recipe, results, out, template=root / "examples/papers" / recipe.name)
     assert results is not None, "there is a seed"
     return results
+
+
+def _interrupted(out: Path, like: Results, seed: int, commit: str) -> SeedRuns | None:
+    """Return the finished arms of a seed that was interrupted. None if there are none of the same
+    jobs and commit, or if files had been changed: then what has run is not known."""
+    path = out / UNFINISHED
+    if commit.endswith("+") or not path.exists():
+        return None
+    known = Results.read(path)
+    found = [one for one in known.seeds if (one.seed, one.commit) == (seed, commit)]
+    return found[0] if found and replace(known, seeds=()) == like else None
 
 
 def with_sources(recipe: Recipe, spec: JobSpec, root: Path) -> JobSpec:

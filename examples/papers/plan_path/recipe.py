@@ -12,17 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-import torch
 import yaml
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM
 
 from examples.games.model import make_model
 from examples.papers.plan_path.maze import CELLS, Maze, rough_plan
 from examples.papers.plan_path.workflow import NAMES, PROPOSED, correct, mazes_of, propose
 from troupe.client.handle import AsyncJobHandle
-from troupe.demo.models import SPECIALS, UNKNOWN, AnswerToLearn, chat_tokenizer, train_step
+from troupe.demo.models import AnswerToLearn
 from troupe.job import JobSpec
+from troupe.recipes.models import warm_start, word_tokenizer
 from troupe.recipes.recipe import Recipe, Run, SeedRuns, Verdict, estimated
 
 FOLDER: Final = Path(__file__).parent
@@ -56,22 +54,17 @@ class PlanPath(Recipe):
 
     def model(self, directory: Path, seed: int) -> Path:
         """Save a small Qwen3 that has learned rough plans."""
-        tokens = [*SPECIALS, *NAMES, *CELLS, PROPOSED]
-        core = Tokenizer(
-            models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN)
-        )
-        core.normalizer = normalizers.Lowercase()
-        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer = chat_tokenizer(core)
+        tokenizer = word_tokenizer([*NAMES, *CELLS, PROPOSED])
         make_model(directory, tokenizer, positions=64, seed=seed)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=_WARM_RATE, weight_decay=0.0)
-        cooled = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, WARM_STEPS)
         draw, mazes = random.Random(seed), mazes_of(seed)
-        for _ in range(WARM_STEPS):
-            train_step(model, optimizer, tokenizer, rough_answers(mazes, draw, _WARM_ROWS))
-            cooled.step()
-        model.save_pretrained(directory)
+        warm_start(
+            directory,
+            tokenizer,
+            lambda: rough_answers(mazes, draw, _WARM_ROWS),
+            steps=WARM_STEPS,
+            lr=_WARM_RATE,
+            final_lr_fraction=0.1,
+        )
         return directory
 
     def job(self, arm: str, model: Path, seed: int, *, quick: bool = False) -> JobSpec:

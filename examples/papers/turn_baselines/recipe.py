@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Final
 
 import torch
 import yaml
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from examples.games.model import make_model
 from examples.papers.turn_baselines.game import (
@@ -28,8 +27,8 @@ from examples.papers.turn_baselines.game import (
 from examples.papers.turn_baselines.workflow import PROMPTS, WORDS
 from troupe.algorithms.objectives import Tokens, ppo_clip
 from troupe.client.handle import AsyncJobHandle
-from troupe.demo.models import SPECIALS, UNKNOWN, chat_tokenizer
 from troupe.job import JobSpec
+from troupe.recipes.models import word_tokenizer
 from troupe.recipes.recipe import Recipe, Run, SeedRuns, Verdict, by_tokens
 
 FOLDER: Final = Path(__file__).parent
@@ -56,11 +55,7 @@ class TurnBaselines(Recipe):
 
     def model(self, directory: Path, seed: int) -> Path:
         """Save a random Qwen3 whose words are those of the game."""
-        vocabulary = {token: i for i, token in enumerate([*SPECIALS, *WORDS, *PROMPTS])}
-        core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-        core.normalizer = normalizers.Lowercase()
-        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        return make_model(directory, chat_tokenizer(core), positions=64, seed=seed)
+        return make_model(directory, word_tokenizer([*WORDS, *PROMPTS]), positions=64, seed=seed)
 
     def job(self, arm: str, model: Path, seed: int, *, quick: bool = False) -> JobSpec:
         """Return the job of the folder, with the arm's rewards."""
