@@ -20,11 +20,12 @@ from troupe.model_output import (
     read_json,
     read_reply,
 )
+from troupe.reply_formats import PARSERS
 from troupe.workflow.environments.adapters.spaces import numbers, rendered
 from troupe.workflow.environments.episode import read_move
 from troupe.workflow.environments.interface import Observation
 from troupe.workflow.errors import IllegalMoveError
-from troupe.workflow.messages import PARSERS, canonical, parse_messages
+from troupe.workflow.messages import canonical, parse_messages
 from troupe.workflow.trying.tokenizer import ByteTokenizer
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "object"}}}

@@ -23,27 +23,6 @@ _SEPARATORS: Final = re.compile(r"[; \n\t\r]*")
 ThinkTags = tuple[tuple[str, str], ...]
 """Pairs of opening and closing tags of thoughts."""
 THINK_TAGS: Final[ThinkTags] = (("<think>", "</think>"),)
-# Arguments of `apply_chat_template` that users cannot set.
-RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "messages",
-        "max_length",
-        "padding",
-        "processor_kwargs",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
 """Think tags of most model families."""
 
 

@@ -20,8 +20,8 @@ from troupe.data.demonstrations import (
     preferences_of,
 )
 from troupe.job import JobSpecError, TasksSpec, load_job
+from troupe.reply_formats import parser_of
 from troupe.workflow import Role, Sampling, WorkflowError
-from troupe.workflow.messages import parser_of
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 MORE = [*HELLO, {"role": "user", "content": "bye"}, {"role": "assistant", "content": "so long"}]

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.workflow.stage import CHATML, THINKING, Script, make_agents, make_chat
+from troupe.reply_formats import PARSERS, parser_of
 from troupe.workflow import InvalidMessagesError
 from troupe.workflow.conversation import ChatTokenizer
-from troupe.workflow.messages import PARSERS, parse_messages, parser_of
+from troupe.workflow.messages import parse_messages
 
 TOOLED = "{% if tools %}{{ tools | tojson }}{% endif %}" + THINKING
 # As the templates of Qwen3-Thinking and R1: the prompt opens the thought.

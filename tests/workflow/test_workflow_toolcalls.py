@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.model_output import Parsed
-from troupe.workflow.messages import PARSERS, call_ids, canonical
+from troupe.reply_formats import PARSERS
+from troupe.workflow.messages import call_ids, canonical
 
 ADD: dict[str, Any] = {
     "type": "function",

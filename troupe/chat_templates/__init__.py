@@ -8,6 +8,30 @@ and what cannot be bounded is not offered. So a hostile template ends within a s
 the same number of steps on every machine.
 """
 
+from typing import Final
+
+# Arguments of `apply_chat_template` that users cannot set.
+RESERVED_ARGUMENTS: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "max_length",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
 
 class TemplateLimitError(Exception):
     """A chat template exceeds a bound, or uses what is not offered to templates."""

@@ -21,10 +21,37 @@ import heapq
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Literal, TypeVar
 
 T = TypeVar("T")
-Policy = Literal["least_work", "round_robin", "random_hash"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A way to choose engines for turns."""
+
+    first: Callable[[str, int], int] | None = None
+    """Of a way that ignores load: the number of the engine to look at first, from the
+    conversation's key and the number after the engine that was chosen last. None: by load."""
+
+    @property
+    def by_load(self) -> bool:
+        """Whether it looks at the engines' work, and so heeds device classes and limits turns."""
+        return self.first is None
+
+
+LEAST_WORK: Final = "least_work"
+POLICIES: Final[Mapping[str, Routing]] = {
+    LEAST_WORK: Routing(),
+    "round_robin": Routing(lambda key, following: following),
+    "random_hash": Routing(lambda key, following: zlib.crc32(key.encode())),
+}
+"""By `agents.X.pool.routing.policy` of a job."""
+
+if TYPE_CHECKING:
+    Policy = str
+else:
+    Policy = Literal[tuple(POLICIES)]
 
 # A conversation that moves to another engine is read again from its beginning. Staying pays while
 # the extra wait is shorter than that: up to half more work than the least loaded engine has, plus
@@ -89,8 +116,8 @@ class Fleet:
     time.
     """
 
-    def __init__(self, policy: Policy = "least_work", *, sticky: bool = True) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy = LEAST_WORK, *, sticky: bool = True) -> None:
+        self._routing = POLICIES[policy]
         self._sticky = sticky
         self._members: dict[str, _Member] = {}
         self._order: list[str] = []
@@ -190,8 +217,10 @@ class Fleet:
         sticky = None
         if self._sticky and previous in self._members and serves(previous):
             sticky = self._members[previous]
-        if self._policy != "least_work":
-            return sticky.engine_id if sticky else self._choose_static(key, serves)
+        if self._routing.first is not None:
+            if sticky is not None:
+                return sticky.engine_id
+            return self._choose_static(self._routing.first(key, self._next), serves)
         open_ = self._open(serves)
         if not open_ and self._aside:
             self.look_again()
@@ -249,9 +278,8 @@ class Fleet:
             member.waiting = member.waiting - cost if member.waiters else 0.0
             self._changed(member)
 
-    def _choose_static(self, key: str, serves: Callable[[str], bool]) -> str | None:
+    def _choose_static(self, start: int, serves: Callable[[str], bool]) -> str | None:
         count = len(self._order)
-        start = self._next if self._policy == "round_robin" else zlib.crc32(key.encode())
         for step in range(count):
             engine_id = self._order[(start + step) % count]
             if serves(engine_id):

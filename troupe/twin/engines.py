@@ -18,6 +18,7 @@ import simpy
 
 from troupe.scheduling import balancing
 from troupe.scheduling.routing import (
+    POLICIES,
     AdaptiveLimit,
     Fleet,
     Profiles,
@@ -335,7 +336,7 @@ class TwinRouter:
         """Let turns go to the engine."""
         engine.router = self
         self._engines[engine.engine_id] = engine
-        if self._rules.adaptive_limit and self._rules.policy == "least_work":
+        if self._rules.adaptive_limit and POLICIES[self._rules.policy].by_load:
             self._limits[engine.engine_id] = AdaptiveLimit(engine.limit)
         self.register(engine)
         self.wake()

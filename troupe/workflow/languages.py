@@ -22,12 +22,12 @@ from troupe.contracts.payloads import PayloadKinds
 from troupe.job import JobSpec, ModelSpec, no_directory
 from troupe.job.hub import first_line, hub_problem
 from troupe.outcomes import utf8_text
+from troupe.reply_formats import parser_of
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scheduling.defaults import context_of
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import ChatTemplateError
-from troupe.workflow.messages import parser_of
 from troupe.workflow.turns import Role
 
 # transformers replaces its own module during its import, so a simultaneous import from another

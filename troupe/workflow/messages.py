@@ -1,7 +1,7 @@
-"""Messages, tools and replies: checks of chat input, and parsers of model output.
+"""Messages, tools and replies: checks of chat input.
 
 `parse_messages`, `parse_tools` and `parse_template_options` check the input of workflows and of
-OpenAI clients. The `PARSERS` of model families split replies into content, tool calls and thoughts.
+OpenAI clients.
 """
 
 from __future__ import annotations
@@ -11,27 +11,17 @@ import json
 import re
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import xxhash
 
+from troupe.chat_templates import RESERVED_ARGUMENTS
 from troupe.contracts.payloads import Payload, PayloadKinds, mark_of
-from troupe.model_output import (
-    RESERVED_TEMPLATE_ARGUMENTS,
-    THINK_TAGS,
-    Call,
-    CallSyntax,
-    Parsed,
-    ThinkTags,
-    read_json,
-    read_json_values,
-    read_reply,
-)
+from troupe.model_output import ThinkTags, read_json
 from troupe.outcomes import (
     NotFiniteError,
     NotJsonError,
@@ -50,9 +40,6 @@ from troupe.workflow.errors import (
 )
 from troupe.workflow.token_ids import TokenIds
 
-# Names of parameters and functions have at most 256 characters.
-_PARAMETER: Final = re.compile(r"<parameter=([^<>\s]{1,256})>\n?")
-_FUNCTION: Final = re.compile(r"\s*<function=([^<>\s]{1,256})>")
 # The store limits ids of groups, which contain the key.
 _GROUP_CHARS: Final = 64
 
@@ -92,145 +79,6 @@ def canonical(arguments: str) -> str:
     if value is None:
         return arguments.strip()
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-Offered = Sequence[Mapping[str, Any]]
-"""Tools of a request."""
-
-
-class ReplyParser(NamedTuple):
-    """The parser of the replies of one family of models."""
-
-    syntax: Callable[[Offered], CallSyntax]
-    """Call syntax of the family, given the offered tools."""
-    think_tags: ThinkTags = THINK_TAGS
-
-    def __call__(self, text: str, tools: Offered = (), *, thinking: bool = False) -> Parsed:
-        """Split a reply (with special tokens, without the stop token) into content, calls of
-        `tools` and thoughts. Malformed calls stay content. `thinking`: the prompt ends inside a
-        thought."""
-        syntax = self.syntax(tools) if tools else None
-        return read_reply(text, syntax, tags=self.think_tags, thinking=thinking)
-
-    def opens_thought(self, prompt: str) -> bool:
-        """Return whether `prompt` ends with an opening think tag, which some templates write."""
-        return prompt.rstrip().endswith(tuple(opening for opening, _ in self.think_tags))
-
-
-def _hermes(tools: Offered) -> CallSyntax:
-    """Return the syntax `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes,
-    Qwen2.5, Qwen3."""
-
-    def read(body: str) -> list[Call] | None:
-        call = _one(read_json(body), "arguments")
-        return None if call is None else [call]
-
-    return CallSyntax("<tool_call>", "</tool_call>", read)
-
-
-def _qwen_coder(tools: Offered) -> CallSyntax:
-    """Return the syntax
-    `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`:
-    Qwen3-Coder. Values are text unless the tool's schema says otherwise."""
-
-    def read(body: str) -> list[Call] | None:
-        function = _FUNCTION.match(body)
-        inside, closed, rest = body.rpartition("</function>")
-        if function is None or not closed or rest.strip() or len(inside) < function.end():
-            return None
-        types = _types(function[1], tools)
-        arguments: dict[str, Any] = {}
-        at = function.end()
-        while (parameter := _PARAMETER.search(inside, at)) is not None:
-            key, begin = parameter[1], parameter.end()
-            end = inside.find("</parameter>", begin)
-            if end < 0:
-                break
-            if key in arguments:
-                return None  # ambiguous
-            value = inside[begin:end].removesuffix("\n")
-            arguments[key] = (
-                value if types.get(key, "string") == "string" else read_json(value, value)
-            )
-            at = end
-        return [(function[1], json.dumps(arguments, ensure_ascii=False))]
-
-    return CallSyntax("<tool_call>", "</tool_call>", read)
-
-
-def _llama(tools: Offered) -> CallSyntax:
-    """Return the syntax `{"name": ..., "parameters": {...}}` as the whole reply, several calls with
-    `;`: Llama 3.1 and later."""
-
-    def read(text: str) -> list[Call] | None:
-        calls = []
-        for value in read_json_values(text.strip().removeprefix("<|python_tag|>").strip()):
-            call = _one(value, "parameters") or _one(value, "arguments")
-            if call is None:
-                return None
-            calls.append(call)
-        return calls
-
-    return CallSyntax("", "", read)
-
-
-def _mistral(tools: Offered) -> CallSyntax:
-    """Return the syntax `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` at the end:
-    Mistral."""
-
-    def read(text: str) -> list[Call] | None:
-        given = read_json(text)
-        calls = [_one(item, "arguments") for item in given] if isinstance(given, list) else []
-        whole = [call for call in calls if call is not None]
-        return whole if len(whole) == len(calls) else None
-
-    return CallSyntax("[TOOL_CALLS]", "", read)
-
-
-_REASONING: Final[Mapping[str, ThinkTags]] = {
-    "think": THINK_TAGS,
-    "mistral": (*THINK_TAGS, ("[THINK]", "[/THINK]")),
-    "none": (),
-}
-PARSERS: Final[Mapping[str, ReplyParser]] = {
-    "hermes": ReplyParser(_hermes),
-    "qwen_coder": ReplyParser(_qwen_coder),
-    "llama": ReplyParser(_llama),
-    "mistral": ReplyParser(_mistral, _REASONING["mistral"]),
-}
-"""By name, as in `policies.X.model.tool_parser` of a job."""
-
-
-@cache
-def parser_of(tool_parser: str, reasoning_parser: str | None) -> ReplyParser:
-    """Return the parser of a model, by the names in its section of the job."""
-    parser = PARSERS[tool_parser]
-    if reasoning_parser is None:
-        return parser
-    return parser._replace(think_tags=_REASONING[reasoning_parser])
-
-
-def _one(given: Any, arguments: str) -> Call | None:
-    """Return the call in a JSON object with `name` and the key `arguments`; None if there is
-    none."""
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        return None
-    inside = given.get(arguments, {} if len(given) == 1 else None)
-    if isinstance(inside, str):  # some models write the object as text
-        inside = read_json(inside)
-    if not given["name"] or not isinstance(inside, dict):
-        return None
-    return given["name"], json.dumps(inside, ensure_ascii=False)
-
-
-def _types(name: str, tools: Offered) -> dict[str, Any]:
-    """Return the JSON schema types of the parameters of the tool `name`."""
-    for tool in tools:
-        function = tool["function"]
-        if function["name"] == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {k: v.get("type") for k, v in properties.items() if isinstance(v, Mapping)}
-    return {}
 
 
 class Reply:
@@ -453,7 +301,7 @@ def parse_template_options(
             value=given,
             remedy='Pass arguments of the template, for example {"enable_thinking": False}.',
         )
-    if reserved := sorted(RESERVED_TEMPLATE_ARGUMENTS & given.keys()):
+    if reserved := sorted(RESERVED_ARGUMENTS & given.keys()):
         raise InvalidMessagesError(
             f"{field} cannot set {reserved[0]}",
             field=f"{field}.{reserved[0]}",

@@ -15,6 +15,7 @@ import xxhash
 
 from troupe.contracts import kinds
 from troupe.contracts.payloads import PayloadKinds
+from troupe.reply_formats import PARSERS, ReplyParser
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
     ENDPOINT_OPTIONS,
@@ -25,7 +26,7 @@ from troupe.workflow.backend import (
 )
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import TurnError
-from troupe.workflow.messages import PARSERS, Message, Reply, ReplyParser
+from troupe.workflow.messages import Message, Reply
 from troupe.workflow.numbering import Path, places
 from troupe.workflow.token_ids import EMPTY, PromptIds, TokenIds
 

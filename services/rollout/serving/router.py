@@ -313,7 +313,7 @@ class PolicyRouter:
         capacity.join(
             engine_id,
             self._limit,
-            adaptive=self._spec.adaptive_limit and self._spec.policy == "least_work",
+            adaptive=self._spec.limits_adapt,
             waiting=partial(self._waiting_for, engine_id),
             offer=self.wake,
             room_changed=partial(self._fleet.room_changed, engine_id),

@@ -19,6 +19,8 @@ from troupe.sampling import (
     engine_temperature,
     engine_top_k,
 )
+from troupe.scheduling.routing import LEAST_WORK, POLICIES
+from troupe.scheduling.routing import Policy as RoutingPolicy
 
 
 class AffinitySpec(Section):
@@ -59,7 +61,7 @@ class PoolSpec(Section):
 class RoutingSpec(Section):
     """How turns are routed to engines (docs/rollout.md). The switches are for measurements."""
 
-    policy: Literal["least_work", "round_robin", "random_hash"] = "least_work"
+    policy: RoutingPolicy = LEAST_WORK
     """`least_work`: the engine with the least work; `round_robin` and `random_hash`: conversations
     are assigned in turn or by a hash of their id, independent of load, and stay there."""
     sticky: bool = True
@@ -75,12 +77,17 @@ class RoutingSpec(Section):
 
     @model_validator(mode="after")
     def _heeded(self) -> Self:
-        if self.policy != "least_work" and any(self.affinity.declared()):
+        if not POLICIES[self.policy].by_load and any(self.affinity.declared()):
             raise ValueError(
                 f"affinity: `{self.policy}` does not look at device classes; remove it, or choose "
-                "`least_work`"
+                f"`{LEAST_WORK}`"
             )
         return self
+
+    @property
+    def limits_adapt(self) -> bool:
+        """Whether the number of an engine's turns is adapted to its throughput."""
+        return self.adaptive_limit and POLICIES[self.policy].by_load
 
 
 class SamplingSpec(Section):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from troupe.chat_templates import RESERVED_ARGUMENTS
 from troupe.job.engines import KINDS, KindName, server_kinds
 from troupe.job.section import (
     MAX_COEFFICIENT,
@@ -31,7 +32,7 @@ from troupe.job.section import (
 )
 from troupe.job.sections.agents import PoolSpec
 from troupe.job.sections.network import NetworkSpec
-from troupe.model_output import RESERVED_TEMPLATE_ARGUMENTS
+from troupe.reply_formats import ParserName, ReasoningName
 from troupe.sampling import MAX_INT
 from troupe.scheduling.defaults import CPU, floating_type
 
@@ -178,12 +179,12 @@ class ModelSpec(Section):
     """Floating-point type of the weights in trainer and engines. `auto`: the checkpoint's type
     (float16 becomes bfloat16), float32 if it names none. Default: `auto` with a server
     and `path`; else float32, since the embedded engine serves CPUs, where bfloat16 may be slow."""
-    tool_parser: Literal["hermes", "qwen_coder", "llama", "mistral"] = "hermes"
+    tool_parser: ParserName = "hermes"
     """Syntax of the model's tool calls. `hermes`: JSON between `<tool_call>` tags (Hermes, Qwen2.5,
     Qwen3); `qwen_coder`: `<function=...>` between them; `llama`: JSON alone (Llama 3.1); `mistral`:
     a list behind `[TOOL_CALLS]`."""
 
-    reasoning_parser: Literal["think", "mistral", "none"] | None = None
+    reasoning_parser: ReasoningName | None = None
     """Tags around the model's thoughts, which do not belong to a reply's content. `think`:
     `<think>` and `</think>`; `mistral`: also `[THINK]` and `[/THINK]`; `none`: tags are text.
     Default: `mistral` with that `tool_parser`, else `think`."""
@@ -197,7 +198,7 @@ class ModelSpec(Section):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _template(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if reserved := sorted(RESERVED_TEMPLATE_ARGUMENTS & given.keys()):
+        if reserved := sorted(RESERVED_ARGUMENTS & given.keys()):
             raise ValueError(f"cannot set `{reserved[0]}`, which Troupe sets itself; leave it out")
         return given
 

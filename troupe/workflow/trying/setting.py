@@ -17,6 +17,7 @@ from troupe.functions.costs import DEFAULTS
 from troupe.functions.library import mcp
 from troupe.job import EngineSpec, FunctionSpec, JobSpec, ModelSpec, load_job
 from troupe.job.sections.functions import ToolSpec
+from troupe.reply_formats import parser_of
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT, LONGEST_CONTEXT, context_of
 from troupe.workflow.backend import EndpointOptions, Sampling
@@ -30,7 +31,6 @@ from troupe.workflow.loading import (
     load_module,
     load_workflow,
 )
-from troupe.workflow.messages import parser_of
 from troupe.workflow.samples import GroupBy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
 from troupe.workflow.turns import Role
