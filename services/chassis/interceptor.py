@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,11 +23,11 @@ from troupe.rpc import (
     DeadlineExceeded,
     Internal,
     TroupeError,
-    Unauthenticated,
     Unavailable,
     Unimplemented,
     to_status,
 )
+from troupe.rpc.authentication import HEADER, ClusterToken, require
 from troupe.rpc.errors import DETAILS_KEY, undecodable
 
 log = structlog.get_logger("troupe.calls")
@@ -106,8 +105,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._settings = settings
         self._telemetry = telemetry
         token = settings.token
-        bearer = None if token is None else f"Bearer {token.get_secret_value()}"
-        self._authorization = None if bearer is None else bearer.encode()
+        self._authentication = None if token is None else ClusterToken(token)
         self._wrapped: dict[str, Any] = {}
         # Tasks of the calls in flight, and of those that are cancelled at the end of a drain.
         self._streams: set[asyncio.Task[Any]] = set()
@@ -238,14 +236,9 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _admit(self, method: str, context: Any) -> None:
         """Raise `TroupeError` unless this caller may call this method now."""
-        if self._authorization is not None and not method.startswith(_HEALTH):
-            sent = dict(context.invocation_metadata() or ()).get("authorization", "")
-            if not hmac.compare_digest(str(sent).encode(), self._authorization):
-                raise Unauthenticated(
-                    "the bearer token is wrong" if sent else "a bearer token is required",
-                    field="token",
-                    remedy="Set TROUPE_TOKEN to the token that the services were started with.",
-                )
+        if self._authentication is not None and not method.startswith(_HEALTH):
+            sent = dict(context.invocation_metadata() or ()).get(HEADER, "")
+            require(self._authentication, str(sent))
         if self.state != "serving" and not method.startswith(_INFRASTRUCTURE):
             problem = self.problem() if self.state == "starting" else None
             raise Unavailable(

@@ -17,7 +17,6 @@ a session cookie from browsers. The token opens a session, and so does a link th
 from __future__ import annotations
 
 import ipaddress
-import secrets
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -30,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.chassis.settings import ServiceSettings
 from services.control_panel import calls, views
 from troupe.rpc.addresses import authority_host, is_loopback_host, is_wildcard_host
+from troupe.rpc.authentication import HEADER, ClusterToken
 from troupe.rpc.tokens import LinkCodes
 
 SAFE_METHODS: Final = ("GET", "HEAD", "OPTIONS")
@@ -84,29 +84,23 @@ class Panel(FastAPI):
         """Accept `hosts` as names of the panel in addition to loopback. `options` are FastAPI's."""
         super().__init__(**options)
         self._hosts = frozenset(hosts)
-        self.state.token = None if token is None else PanelToken(token)
+        self.state.token = None if token is None else PanelToken(SecretStr(token))
 
     def build_middleware_stack(self) -> ASGIApp:
         """Wrap all layers in the access checks, so that error answers also have their headers."""
         return AccessGuard(super().build_middleware_stack(), self._hosts, self.state.token)
 
 
-class PanelToken:
+class PanelToken(ClusterToken):
     """The cluster's token, and the browser sessions that it has opened."""
 
-    def __init__(self, token: str) -> None:
-        # Bytes, since a header need not be ASCII.
-        self._token = token.encode()
-        self.codes = LinkCodes(SecretStr(token))
+    def __init__(self, token: SecretStr) -> None:
+        super().__init__(token)
+        self.codes = LinkCodes(token)
 
-    def is_token(self, sent: str) -> bool:
-        """Return whether `sent` is the token."""
-        return secrets.compare_digest(sent.encode("utf-8", "replace"), self._token)
-
-    def admits(self, request: Request) -> bool:
+    def admits_request(self, request: Request) -> bool:
         """Return whether the request has the token, or a session."""
-        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self.is_token(sent):
+        if self.admits(request.headers.get(HEADER, "")):
             return True
         return self.codes.is_session(request.cookies.get(_cookie_name(request), ""))
 
@@ -152,7 +146,7 @@ class AccessGuard:
         """Return the problem of a call below /api that lacks a required token, else None."""
         if self._token is None or not request.scope["path"].startswith("/api"):
             return None
-        return None if self._token.admits(request) else _unauthenticated()
+        return None if self._token.admits_request(request) else _unauthenticated()
 
     def _wrong_host(self, request: Request) -> views.Problem | None:
         given = request.headers.getlist("host")

@@ -24,6 +24,7 @@ from grpc.experimental import ChannelOptions
 from opentelemetry import propagate
 
 from troupe.rpc.addresses import host_of, is_loopback_host
+from troupe.rpc.authentication import HEADER, ClusterToken
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from troupe.rpc.settings import ClientSettings
 from troupe.rpc.tokens import local_token
@@ -128,7 +129,7 @@ class _ChannelContext:
         self._address = address
         self.settings = settings
         token = settings.token or local_token(address)
-        self._authorization = None if token is None else f"Bearer {token.get_secret_value()}"
+        self._authorization = None if token is None else ClusterToken(token).header
         # Set in tests of network faults only.
         self.faults = faults_of(address)
 
@@ -144,8 +145,8 @@ class _ChannelContext:
     def metadata(self, details: grpc.ClientCallDetails) -> list[tuple[str, Any]]:
         pairs: list[tuple[str, Any]] = list(details.metadata or ())
         present = {key for key, _ in pairs}
-        if self._authorization is not None and "authorization" not in present:
-            pairs.append(("authorization", self._authorization))
+        if self._authorization is not None and HEADER not in present:
+            pairs.append((HEADER, self._authorization))
         carrier: dict[str, str] = {}
         propagate.inject(carrier)
         pairs.extend(carrier.items())

@@ -13,6 +13,7 @@ import grpc
 from pydantic import SecretStr
 
 from troupe.rpc.addresses import is_loopback_host, join_address, reachable_host
+from troupe.rpc.authentication import ClusterToken
 from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.rpc.retry import NO_RETRY
@@ -21,7 +22,7 @@ from troupe.transfer.counters import TransferCounters
 from troupe.transfer.errors import KeyNotFound
 from troupe.transfer.remote.lane import LanePool
 from troupe.transfer.remote.peer import IncomingStates, Peer
-from troupe.transfer.remote.serving import Bearer, PinnedStates, Servicer, TypedErrors
+from troupe.transfer.remote.serving import Admission, PinnedStates, Servicer, TypedErrors
 from troupe.transfer.segments import Mappings
 from troupe.transfer.sources import StateRequest
 from troupe.transfer.store import Transfer
@@ -74,7 +75,10 @@ class TransferOwner:
         # More threads than readers, so that descriptions do not wait for long reads.
         self._server = grpc.server(
             ThreadPoolExecutor(_MOST_READERS + 8, thread_name_prefix="transfer-owner"),
-            interceptors=[*([] if token is None else [Bearer(token)]), TypedErrors()],
+            interceptors=[
+                *([] if token is None else [Admission(ClusterToken(token))]),
+                TypedErrors(),
+            ],
             options=[*channel_options(_MAX_MESSAGE_MIB), ("grpc.so_reuseport", 0)],
             maximum_concurrent_rpcs=_MOST_READERS + 8,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 import time
@@ -14,10 +13,10 @@ from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
 import grpc
-from pydantic import SecretStr
 
 from troupe.contracts import kinds
 from troupe.rpc.addresses import is_loopback_host, split_address
+from troupe.rpc.authentication import HEADER, Authentication, require
 from troupe.rpc.errors import (
     DETAILS_KEY,
     FailedPrecondition,
@@ -334,24 +333,23 @@ def _typed(context: Any) -> Iterator[None]:
         abort(context, Internal(f"{type(error).__name__}: {error}"))
 
 
-class Bearer(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """An interceptor that refuses callers without the cluster's token."""
+class Admission(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """An interceptor that refuses callers whom `authentication` does not admit."""
 
-    def __init__(self, token: SecretStr) -> None:
-        self._expected = f"Bearer {token.get_secret_value()}".encode()
+    def __init__(self, authentication: Authentication) -> None:
+        self._authentication = authentication
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        sent = dict(details.invocation_metadata or ()).get("authorization", "")
-        if hmac.compare_digest(str(sent).encode(), self._expected):
+        sent = dict(details.invocation_metadata or ()).get(HEADER, "")
+        try:
+            require(self._authentication, str(sent))
+        except Unauthenticated as error:
+            refusal = error
+        else:
             return continuation(details)
-        error = Unauthenticated(
-            "the bearer token is wrong" if sent else "a bearer token is required",
-            field="token",
-            remedy="Set TROUPE_TOKEN to the token that the services were started with.",
-        )
 
         def refuse(request: Any, context: Any) -> Any:
-            abort(context, error)
+            abort(context, refusal)
 
         handler = continuation(details)
         if handler is not None and handler.response_streaming:
