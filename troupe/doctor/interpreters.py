@@ -90,7 +90,7 @@ def _packages() -> list[str]:
     # The data model of jobs is slow to import, and most starts of workers check no environment.
     from troupe.job.engines import KINDS
 
-    return [*_PACKAGES, *(kind.name for kind in KINDS.values() if kind.is_server)]
+    return [*_PACKAGES, *(kind.package for kind in KINDS.values() if kind.is_server)]
 
 
 @functools.cache
@@ -205,7 +205,7 @@ def server_of(kind: str, found: Environment, own: Environment, devices: int) -> 
     """Check the environment of an inference server (`kind`: sglang, vllm) against the trainer's."""
     from troupe.job.engines import KINDS
 
-    version = found.packages.get(kind)
+    version = found.packages.get(KINDS[kind].package)
     if version is None:
         return [
             problem(
@@ -269,11 +269,14 @@ async def servers(named: Mapping[str, str], own: Environment, devices: int) -> l
         else:
             findings += server_of(kind, found, own, devices)
     if not named:
+        from troupe.job.engines import KINDS, server_kinds
+
+        variables = " or ".join(kind.python_variable for kind in KINDS.values() if kind.is_server)
         findings.append(
             note(
-                "sglang",
+                "servers",
                 "no environment named: only the embedded engine can be launched",
-                "Install SGLang in an environment of its own and set TROUPE_SGLANG_PYTHON "
+                f"Install {server_kinds()} in an environment of its own and set {variables} "
                 "(docs/gpus.md).",
             )
         )

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 VERSION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 ARGUMENT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 SANDBOXES: Final = ("process", "bubblewrap", "container")
+if TYPE_CHECKING:
+    SandboxName = str
+else:
+    SandboxName = Literal[SANDBOXES]
 # An int32 on the wire.
 MAX_COUNT: Final = 2**31 - 1
 # A year: longer than any wait of a job or a call, and short enough for the arithmetic of every

@@ -16,6 +16,7 @@ from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.hosts import EngineHost
 from services.rollout.engines.server_process import EngineDevices
 from troupe.job import PolicySpec
+from troupe.job.engines import server_kinds
 from troupe.rpc import FailedPrecondition
 
 # Import paths, since engines import torch and transformers, which takes seconds, and the testbed is
@@ -90,7 +91,7 @@ def make_host(
             kind="no_routed_experts",
             field="algorithm.router_replay",
             value=True,
-            remedy="Turn it off, or serve the policy with `kind: sglang`, `vllm` or `embedded`.",
+            remedy=f"Turn it off, or serve the policy with `kind: embedded`, {server_kinds()}.",
         )
     known = {option: value for option, value in options.items() if option in named}
     return engine_class.host_class(host_id, specs, engine_class, **known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,12 @@ class EngineKind:
     joins_groups: bool = False
     needs_nvcc: bool = False
     logprobs: tuple[str, ...] = ("full",)
+
+    @property
+    def package(self) -> str:
+        """The server's distribution, which `requirement` begins with."""
+        named = re.match(r"[\w.-]+", self.requirement)
+        return named[0] if named else ""
 
     @property
     def install(self) -> str:

@@ -26,6 +26,7 @@ from troupe.functions.validation import (
     MAX_RETRIES,
     NAME,
     VERSION,
+    SandboxName,
     check_costs,
 )
 from troupe.job.section import (
@@ -366,7 +367,7 @@ class FunctionSpec(Section):
     """External quota from which a call takes `quota_units`. Default: none."""
     quota_units: PositiveCount | None = None
     """Units of `quota` per call. Default: 1."""
-    sandbox: Literal["process", "bubblewrap", "container"] | None = None
+    sandbox: SandboxName | None = None
     """Isolation of its worker processes. `process`: `memory_mib`, `reads` and `writes`, for trusted
     code. `bubblewrap`: for code that a model wrote: no network, read-only interpreter and packages,
     a private /tmp, no environment variables, an unprivileged user. `container`: a container of

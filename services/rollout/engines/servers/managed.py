@@ -250,7 +250,7 @@ class ManagedServer:
             deterministic=self._deterministic,
             memory=bool(spec.colocate and devices),
             routed_experts=self.routing is not None,
-            release=environment.release(spec.engine.kind),
+            release=environment.release(KINDS[spec.engine.kind].package),
             gpu=bool(seen),
         )
         process = ServerProcess(
@@ -270,11 +270,12 @@ class ManagedServer:
         """Return what the environment of a server to be launched has. Raises `EngineStartFailed` if
         it has no server."""
         engine = self._spec.engine
+        kind = KINDS[engine.kind]
         try:
-            found = await read_environment(KINDS[engine.kind].interpreter(engine.python))
+            found = await read_environment(kind.interpreter(engine.python))
         except NoEnvironment as error:
             raise self._unlaunchable(str(error)) from error
-        if engine.kind not in found.packages:
+        if kind.package not in found.packages:
             product = self._server_class.product
             raise self._unlaunchable(f"{found.interpreter} has no {product}")
         return found
