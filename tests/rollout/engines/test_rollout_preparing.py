@@ -148,14 +148,17 @@ async def test_models_of_released_jobs_do_not_pile_up(
     monkeypatch.setattr("services.rollout.engines.embedded.host.skeleton", noted)
     monkeypatch.setattr(jobs, "settle", settle)  # as services do
     monkeypatch.setattr(job_setup, "exempt_new", exempt_new)
-    for _ in range(3):
+    for _ in range(4):
         await house.prepare("one_turn")
         await house.run_one()
         await house.rollout.ReleaseJob(
             rollout_pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id)
         )
     await house.prepare("one_turn")
-    assert [model() is not None for model in models] == [False, False, False, True]
+    alive = [model() is not None for model in models]
+    assert alive[-1]
+    # What a thread on its way out still held at its job's end goes when the next job ends.
+    assert not any(alive[:3]), alive
 
 
 async def test_an_invalid_specification_is_refused(house: House) -> None:
