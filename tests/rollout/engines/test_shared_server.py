@@ -104,6 +104,32 @@ async def test_one_server_has_the_base_once_and_every_turn_is_its_policys_own(
     assert (loads_of_base(fake), len(fake.modes)) == (loads, pauses)
 
 
+async def test_an_adapter_that_is_verified_while_turns_of_the_former_one_end_is_kept(
+    fake: FakeSglang, team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify, reached, go_on = adapters.prove, asyncio.Event(), asyncio.Event()
+
+    async def held_up(*args: Any, **kwargs: Any) -> None:
+        reached.set()
+        await go_on.wait()
+        await verify(*args, **kwargs)
+
+    monkeypatch.setattr(adapters, "prove", held_up)
+    update = asyncio.create_task(team.update("solver", 1))
+    async with asyncio.timeout(PATIENCE):
+        await reached.wait()
+    unloads = fake.seen.count("/unload_lora_adapter")
+    for number in range(3):
+        await ask(team.engines["solver"], f"short-{number}", PROMPT)
+    await team.engines["solver"]._versions.settled()
+    assert fake.seen.count("/unload_lora_adapter") == unloads
+    go_on.set()
+    async with asyncio.timeout(PATIENCE):
+        await update
+    await team.check({**ALL, "solver": 1}, "after")
+    assert len(fake.adapters) == len(RANKS)
+
+
 async def test_engines_that_start_together_launch_one_server_and_load_one_base(
     fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,8 @@ class AdapterVersions:
         self._turns: Counter[str | None] = Counter()
         # Version and proof of each adapter that the server holds.
         self._held: dict[str, tuple[common_pb.WeightsRef, Proof]] = {}
+        # Adapters that are being verified, for the next `switch`: they have no turns yet.
+        self._coming: set[str] = set()
         self._unloading: dict[str, asyncio.Task[None]] = {}
         # Adapters that the server has lost or computes wrongly, until they are unloaded.
         self._lost: set[str] = set()
@@ -148,6 +150,7 @@ class AdapterVersions:
             for task in self._unloading.values():
                 task.cancel()
             self._held.clear()
+            self._coming.clear()
             self._unloading.clear()
             self._lost.clear()
 
@@ -185,6 +188,7 @@ class AdapterVersions:
         try:
             proof = await server.updater.proof_of(ref, adapted.base.tensors, content)
             self._held[name] = ref, proof
+            self._coming.add(name)
             await prove(server.api, proof, ref, adapter=name)
         except MergeMismatch as error:
             await self._unload(name)
@@ -197,6 +201,7 @@ class AdapterVersions:
     async def switch(self, served: ServedAdapter) -> None:
         """Have new turns use `served`; versions without turns are unloaded."""
         self._now = served
+        self._coming.discard(served.name or "")
         self._unload_unused()
         await self.settled()
 
@@ -238,7 +243,7 @@ class AdapterVersions:
 
     def _unload_unused(self) -> None:
         for name in sorted(self._held):
-            used = name == self._now.name or self._turns[name] > 0
+            used = name == self._now.name or name in self._coming or self._turns[name] > 0
             if not used and name not in self._unloading:
                 self._start_unloading(name)
 
@@ -264,6 +269,7 @@ class AdapterVersions:
     def _forget(self, name: str) -> None:
         self._slots.free(name)
         self._held.pop(name, None)
+        self._coming.discard(name)
         self._lost.discard(name)
         del self._turns[name]
 
