@@ -316,6 +316,8 @@ class Versions:
         self._device = device
         self._states, self._publication = states, publication
         self._learner: PolicyLearner[Any] | None = None
+        # Whether the learner has the first version to compare with, if it needs that.
+        self._referenced = False
         self.tokenizer: Any = None
         self.weights = common_pb.WeightsRef()
         # The frontier of the committed version, and whether it was verified against the commit.
@@ -370,7 +372,7 @@ class Versions:
 
     def of(self, learner: PolicyLearner[Any], tokenizer: Any) -> None:
         """Set the learner whose versions are kept, and its tokenizer."""
-        self._learner, self.tokenizer = learner, tokenizer
+        self._learner, self.tokenizer, self._referenced = learner, tokenizer, False
 
     def load(self, version: int, checksum: str) -> None:
         """Load `version` and publish its weights.
@@ -426,9 +428,11 @@ class Versions:
         return self.learner.proof(passage_ids(self.tokenizer), what)
 
     def set_reference(self) -> None:
-        """Give the learner the first version as the reference, if its loss needs one."""
-        if self.learner.needs_reference and self._spec.policies[self._policy].trainable:
+        """Give the learner the first version as the reference, if its loss needs one, once."""
+        trained = self._spec.policies[self._policy].trainable
+        if self.learner.needs_reference and trained and not self._referenced:
             self.learner.load_reference(self._states.load(0))
+            self._referenced = True
 
     def ensure_published(self) -> None:
         """Publish the committed version again if it is missing."""
@@ -653,6 +657,7 @@ class Versions:
         if recovery is None:
             self._load(version, checksum)
         else:
+            self.set_reference()
             self._load(recovery.version, recovery.checksum)
             self._recompute(recovery)
         self.dirty = False

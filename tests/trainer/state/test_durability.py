@@ -97,6 +97,22 @@ async def go_on(
     return [await step(stage, trainer, number) for number in range(known.version, STEPS)]
 
 
+async def test_steps_that_compare_with_the_first_version_are_computed_again_with_it(
+    stage: TrainingStage, store_address: str
+) -> None:
+    spec = spec_of(stage, algorithm={"kl_coefficient": 0.1})
+    async with doomed(stage, store_address, "at the commit of version 2") as trainer:
+        first = (await trainer.bind(spec)).checksum
+        await step(stage, trainer, 0)
+        with pytest.raises(TroupeError):
+            await step(stage, trainer, 1)
+    known = await newest(stage, first)
+    assert known.version == 1
+    assert versions_on_disk(stage) == [0]
+    bound = await (await stage.trainer()).bind(spec, version=1, checksum=known.checksum)
+    assert bound.checksum == known.checksum
+
+
 @pytest.fixture(scope="module")
 def quiet() -> list[str]:
     """Return the checksums of `undisturbed`."""
