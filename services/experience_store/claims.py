@@ -6,11 +6,13 @@ that lost a lease must discard its accumulated gradients and release before it m
 step again.
 
 A commit ends a policy's step: one script marks the samples of its claims TRAINED and moves the
-version. `KeptRows` holds copies of trained rows, from which a version can be recomputed.
+version. `PairExchange` adds up what trainers of several policies say of the pairs that they learn
+together. `KeptRows` holds copies of trained rows, from which a version can be recomputed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.experience_store.database import Database
-from services.experience_store.notices import CLAIMABLE, Notices
+from services.experience_store.notices import CLAIMABLE, COUNTS, Notices
 from services.experience_store.records import (
     LETTER_OF,
     PolicyKeys,
@@ -96,6 +98,7 @@ _CAUSES: Final = {
     "expired": "its lease ran out",
     "released": "it was released",
     "superseded": "another binding took over",
+    "committed": "another binding has committed the step",
     "unknown": "no such claim is held",
 }
 # State of a step's samples after its commit, by outcome.
@@ -338,6 +341,79 @@ class Claims:
         return [sample for text in live for sample in text.split("\n")]
 
 
+class PairExchange:
+    """Sums over the replies of joint pairs, which the trainers of several policies exchange.
+
+    What a policy has given stays until all policies have committed the step, so that a trainer that
+    begins the step again finds the sums that the others have learned from.
+    """
+
+    def __init__(
+        self, database: Database, tables: TableRegistry, steps: StepStore, notices: Notices
+    ) -> None:
+        self._database, self._tables, self._steps = database, tables, steps
+        self._notices = notices
+
+    async def exchange(
+        self, request: store_pb.ExchangePairSumsRequest, wait_seconds: float
+    ) -> store_pb.ExchangePairSumsResponse:
+        """Keep a policy's sums, and return those over all policies, or, after at most
+        `wait_seconds`, the policies that are missing.
+
+        Raises `FailedPrecondition` of kind `claim_lost` when the claimant has lost a claim, or the
+        step is committed.
+        """
+        job, policy, step = request.job_id, request.policy, request.step
+        await self._tables.check_policy(job, policy)
+        deadline = time.monotonic() + wait_seconds
+        outcome, *rest = await self._steps.on_table(
+            "give_pair_sums", job, policy, step, request.claimant, request.sums.SerializeToString()
+        )
+        if outcome == b"lost":
+            raise lost("", cause_text(rest[0]), claimant=request.claimant)
+        self._notices.written(job, policy, step)
+        with self._notices.listen(
+            job, step=step, kinds=frozenset({CLAIMABLE, COUNTS})
+        ) as subscription:
+            while missing := await self._missing(job, step):
+                left = deadline - time.monotonic()
+                if left <= 0 or self._notices.closing or subscription.dropped:
+                    return store_pb.ExchangePairSumsResponse(missing=missing)
+                await subscription.wait(left)
+        policies = (await self._tables.get(job)).policies
+        given = await self._database.call_each(
+            [("GET", PolicyKeys(job, one).step(step, "pair_sums")) for one in policies]
+        )
+        if None in given:
+            raise lost("", cause_text(b"committed"), claimant=request.claimant)
+        sums = await asyncio.to_thread(added_up, given)
+        return store_pb.ExchangePairSumsResponse(sums=sums)
+
+    async def _missing(self, job: str, step: int) -> list[str]:
+        policies = (await self._tables.get(job)).policies
+        found = await self._database.call_each(
+            [("HEXISTS", PolicyKeys(job, one).step(step, "step"), "pair_sums") for one in policies]
+        )
+        return [policy for policy, there in zip(policies, found, strict=True) if not there]
+
+
+def added_up(given: Iterable[bytes]) -> store_pb.PairSums:
+    """Return the sums over serialized `PairSums`, added in their order: equal bit for bit for all
+    that ask."""
+    totals: dict[str, store_pb.PairSum] = {}
+    for one in given:
+        for mine in store_pb.PairSums.FromString(one).pairs:
+            if (total := totals.get(mine.pair)) is None:
+                totals[mine.pair] = mine
+                continue
+            total.chosen += mine.chosen
+            total.rejected += mine.rejected
+            total.chosen_tokens += mine.chosen_tokens
+            total.rejected_tokens += mine.rejected_tokens
+            total.policies += mine.policies
+    return store_pb.PairSums(pairs=[totals[pair] for pair in sorted(totals)])
+
+
 class KeptRows:
     """Copies of trained rows, kept until the resulting training state is on disk.
 
@@ -351,15 +427,22 @@ class KeptRows:
         self._database, self._tables, self._steps = database, tables, steps
 
     async def keep(self, request: store_pb.KeepRowsRequest) -> None:
-        """Copy one micro-batch of an open step. Idempotent.
+        """Copy one micro-batch of an open step, or its sums of joint pairs. Idempotent.
 
         Raises `FailedPrecondition` of kind `step_committed` when the step is over.
         """
         job, policy, step = request.job_id, request.policy, request.step
         await self._tables.check_policy(job, policy)
-        batch = store_pb.KeptMicroBatch(samples=request.samples).SerializeToString()
+        sums = request.sums if request.HasField("sums") else None
+        kept = store_pb.KeptMicroBatch(samples=request.samples, sums=sums)
         outcome, *_ = await self._steps.on_table(
-            "keep_rows", job, policy, step, request.claimant, request.index, batch
+            "keep_rows",
+            job,
+            policy,
+            step,
+            request.claimant,
+            request.index,
+            kept.SerializeToString(),
         )
         if outcome == b"committed":
             raise FailedPrecondition(

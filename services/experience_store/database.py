@@ -32,6 +32,8 @@ _POLICY_SCRIPTS: Final = (
     "sweep",
     "keep_rows",
     "free_rows",
+    "give_pair_sums",
+    "free_pair_sums",
 )
 # Code inserted between the prelude and the scripts that share it.
 _BETWEEN: Final = {

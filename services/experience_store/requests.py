@@ -274,6 +274,22 @@ def check_drop_gone(request: store_pb.DropGoneRequest) -> None:
         check_id("sample_ids", sample)
 
 
+def check_pair_sums(sums: store_pb.PairSums) -> None:
+    """Check the names of joint pairs, each once, and their numbers of tokens and policies."""
+    seen: set[str] = set()
+    for index, one in enumerate(sums.pairs):
+        where = f"sums.pairs[{index}]"
+        # Query and group, joined by a tab.
+        if not 0 < len(one.pair) <= 2 * ID_LENGTH + 1 or one.pair in seen:
+            raise InvalidArgument(
+                "names no pair, or one that was there", field=f"{where}.pair", value=one.pair
+            )
+        seen.add(one.pair)
+        for field in ("chosen_tokens", "rejected_tokens"):
+            check_not_negative(f"{where}.{field}", getattr(one, field))
+        check_positive(f"{where}.policies", one.policies, one.joint_policies)
+
+
 def check_weights(
     request: store_pb.CommitStepRequest
     | store_pb.OpenVersionRequest
@@ -310,7 +326,9 @@ def check_commit(request: store_pb.CommitStepRequest) -> None:
     for claim in request.claim_ids:
         check_id("claim_ids", claim)
     if request.HasField("kept_micro_batches"):
-        check_positive("kept_micro_batches", request.kept_micro_batches, len(request.claim_ids))
+        # The sums of joint pairs count as one more.
+        most = len(request.claim_ids) + 1
+        check_positive("kept_micro_batches", request.kept_micro_batches, most)
         if request.durable or request.outcome != store_pb.STEP_OUTCOME_APPLIED:
             raise InvalidArgument(
                 "is for an applied step whose training state is not on disk",

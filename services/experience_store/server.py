@@ -449,11 +449,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_not_negative("wait_seconds", request.wait_seconds)
         for claim in request.known_claims:
             requests.check_id("known_claims", claim)
-        wait = min(request.wait_seconds, requests.LONGEST_WAIT)
-        remaining = context.time_remaining()
-        if remaining is not None:
-            wait = max(0.0, min(wait, remaining - _DEADLINE_MARGIN))
-        delivery = await self.store.claims.claim(request, wait)
+        delivery = await self.store.claims.claim(request, _wait_of(request, context))
         self._meters.claimed(request.policy, delivery)
         return delivery.message
 
@@ -495,6 +491,17 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             request.sample_ids,
         )
         return store_pb.DropGoneResponse(dropped=dropped)
+
+    # A repeated call finds the sums of the first one. It is cancelled when its caller leaves.
+    @repeatable
+    async def ExchangePairSums(
+        self, request: store_pb.ExchangePairSumsRequest, context: Any
+    ) -> store_pb.ExchangePairSumsResponse:
+        requests.check_step_call(request)
+        requests.check_id("claimant", request.claimant)
+        requests.check_pair_sums(request.sums)
+        requests.check_not_negative("wait_seconds", request.wait_seconds)
+        return await self.store.pairs.exchange(request, _wait_of(request, context))
 
     async def CommitStep(
         self, request: store_pb.CommitStepRequest, context: Any
@@ -699,6 +706,14 @@ def make_service(settings: StoreSettings, telemetry: Telemetry) -> ExperienceSto
     store = Store(Database(settings.samples_url), high_water_bytes=mark, recent_bytes=recent)
     watch = RedisWatch(store.database, telemetry)
     return ExperienceStoreService(store, Meters(telemetry, store), watch)
+
+
+def _wait_of(
+    request: store_pb.ClaimMicroBatchRequest | store_pb.ExchangePairSumsRequest, context: Any
+) -> float:
+    """Return the seconds that a call may wait, so that its answer arrives within its deadline."""
+    wait, remaining = min(request.wait_seconds, requests.LONGEST_WAIT), context.time_remaining()
+    return wait if remaining is None else max(0.0, min(wait, remaining - _DEADLINE_MARGIN))
 
 
 def _written(answer: object) -> dict[str, Any]:

@@ -132,6 +132,7 @@ def _policy_counts(
         dropped=of(b"D"),
         drop_reasons={reason.decode(): int(number) for reason, number in dropped.items()},
         groups_without_signal=of(b"groups_without_signal"),
+        pair_sums=bool(of(b"pair_sums")),
     )
 
 
@@ -303,7 +304,13 @@ class StepStore:
         return [int(s) for s in await self._database.call("ZRANGE", JobTableKeys(job).steps, 0, -1)]
 
     async def retire(self, job: str, step: int) -> None:
-        """Remove a step that every policy has committed from the list of swept steps."""
+        """Remove a step that every policy has committed from the list of swept steps, and free what
+        its trainers have exchanged."""
+        table = await self._tables.get(job)
+        bases = [PolicyKeys(job, policy).base for policy in table.policies]
+        await self._database.run_each(
+            [ScriptCall("free_pair_sums", base, (step,)) for base in bases]
+        )
         await self._database.call("ZREM", JobTableKeys(job).live, step)
 
     async def settle(self, job: str, step: int) -> int:

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import structlog
 
-from services.experience_store.claims import Claims, KeptRows
+from services.experience_store.claims import Claims, KeptRows, PairExchange
 from services.experience_store.database import Database, ScriptCall
 from services.experience_store.log import Log, StepAudit
 from services.experience_store.notices import CLAIMABLE, COUNTS, Background, Notices
@@ -556,6 +556,7 @@ class Store:
         self.task_pools = TaskPools(database)
         self.samples = Samples(database, self.tables, self.steps, self.notices, self.recent)
         self.claims = Claims(database, self.tables, self.steps, self.samples, self.notices)
+        self.pairs = PairExchange(database, self.tables, self.steps, self.notices)
         self.kept_rows = KeptRows(database, self.tables, self.steps)
         self.versions = PolicyVersions(database, self.tables)
         self.audit = LogAuditor(self.tables, self.steps, self.log, self.versions)

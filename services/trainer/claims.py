@@ -293,8 +293,37 @@ class StepClaims:
         )
         await self._repeated(self._stub.DropGone, request)
 
-    async def keep_rows(self, index: int, samples: Sequence[store_pb.ClaimedSample]) -> None:
-        """Have the store keep a copy of the step's micro-batch `index`.
+    async def exchange(
+        self, sums: store_pb.PairSums, wait: float, note: Callable[[Sequence[str]], None]
+    ) -> store_pb.PairSums:
+        """Give the policy's sums of joint pairs, and return those over all policies once each has
+        given its own. `note` is called with the policies that are waited for.
+
+        Raises FailedPrecondition of kind "claim_lost".
+        """
+        while True:
+            request = store_pb.ExchangePairSumsRequest(
+                **self._where,
+                request_id=new_id("pairs"),
+                claimant=self.claimant,
+                sums=sums,
+                wait_seconds=wait,
+            )
+            answer: store_pb.ExchangePairSumsResponse = await self._repeated(
+                self._stub.ExchangePairSums, request, timeout=wait + _SLACK_SECONDS
+            )
+            note(answer.missing)
+            if not answer.missing:
+                return answer.sums
+
+    async def keep_rows(
+        self,
+        index: int,
+        samples: Sequence[store_pb.ClaimedSample],
+        sums: store_pb.PairSums | None = None,
+    ) -> None:
+        """Have the store keep a copy of the step's micro-batch `index`, or, after the last one, the
+        `sums` that its joint pairs were learned with.
 
         Raises ResourceExhausted if there is no room, or if the message is too large.
         """
@@ -304,6 +333,7 @@ class StepClaims:
             claimant=self.claimant,
             index=index,
             samples=prefixes.share(samples),
+            sums=sums,
         )
         await self._repeated(self._stub.KeepRows, request)
 

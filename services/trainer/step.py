@@ -63,6 +63,8 @@ class Attempt:
             self.progress = replace(before, claim_ids=ids, refs=refs)
         else:
             self.progress.keeping = run.binding.versions.keeps_rows(run.step)
+        # Policies whose sums of joint pairs are waited for.
+        self.missing: Sequence[str] = ()
         # The copy of a micro-batch that is on its way to the store, if there is one.
         self._keeping: asyncio.Task[None] | None = None
         self._run = run
@@ -70,6 +72,11 @@ class Attempt:
         self._values = run.binding.values()
         self._began = time.perf_counter()
         self._bounds = bounds_of(run.binding.spec, run.oldest_version)
+
+    @property
+    def _parts(self) -> int:
+        """Number of the step's micro-batches, and one for the sums of joint pairs."""
+        return self.progress.micro_batches + self._binding.spec.exchanges_pairs(self._run.step)
 
     @property
     def _seconds(self) -> float:
@@ -178,6 +185,8 @@ class Attempt:
                 claim = following.result()
                 if claim.outcome == Claim.OUTCOME_EXHAUSTED:
                     await self._kept()
+                    if binding.spec.exchanges_pairs(self._run.step):
+                        await self._exchange(suspend)
                     await self._compute.run(binding.draw, binding.learner.complete, self._run.stop)
                     return
                 following = asyncio.create_task(self._claim())
@@ -203,12 +212,46 @@ class Attempt:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep(self, index: int, samples: Sequence[store_pb.ClaimedSample]) -> None:
-        """Have the store keep a micro-batch; if it cannot, the state is written with the step."""
+    async def _exchange(self, suspend: asyncio.Task[bool]) -> None:
+        """Exchange the sums of joint pairs with the trainers of the other policies, and give the
+        learner those over all policies.
+
+        Others may need this device for theirs: the step can be suspended while it waits. Raises
+        Suspended.
+        """
+        learner, settings = self._binding.learner, self._run.settings
+        mine = await self._compute.run(learner.pair_sums)
+        asking = asyncio.create_task(
+            self.claims.exchange(mine, settings.trainer_claim_wait_seconds, self._note_missing)
+        )
+        try:
+            await asyncio.wait({asking, suspend}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise Suspended
+            sums = asking.result()
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        # What follows is one computation, in which the step cannot be suspended.
+        self._binding.move(common_pb.BINDING_STATE_STEPPING)
+        await self._compute.run(learner.join_pairs, sums)
+        await self._keep(self.progress.micro_batches, [], sums)
+
+    def _note_missing(self, policies: Sequence[str]) -> None:
+        self.missing = policies
+
+    async def _keep(
+        self,
+        index: int,
+        samples: Sequence[store_pb.ClaimedSample],
+        sums: store_pb.PairSums | None = None,
+    ) -> None:
+        """Have the store keep a micro-batch, or sums of joint pairs; if it cannot, the state is
+        written with the step."""
         if not self.progress.keeping:
             return
         try:
-            await self.claims.keep_rows(index, samples)
+            await self.claims.keep_rows(index, samples, sums)
         except TroupeError as error:
             log.warning("rows not kept", policy=self._binding.policy, error=str(error))
             self.progress.keeping = False
@@ -291,7 +334,7 @@ class Attempt:
             metrics,
             digest,
             durable=frontier is not None and not keeping,
-            kept=self.progress.micro_batches if keeping else None,
+            kept=self._parts if keeping else None,
         )
         commit = answer.commit
         theirs = (commit.weights.version, commit.weights.checksum)
@@ -452,13 +495,19 @@ class StepRun:
             raise
         except TimeoutError:
             await self._abandon()
+            count, missing = self._attempt.progress.samples, ", ".join(self._attempt.missing)
+            what = f"{count} samples were trained, others never became ready"
+            remedy = "Look for trajectories that do not end, or raise the limit."
+            if missing:
+                what = f"its joint pairs wait for the margins of {missing}"
+                remedy = "Look for the trainers of these policies, or raise the limit."
             raise DeadlineExceeded(
                 f"step {self.step} of policy {self.binding.policy} did not end within {limit:g} s: "
-                f"{self._attempt.progress.samples} samples were trained, others never became ready",
+                f"{what}",
                 kind="step_timeout",
                 field="limits.step_seconds",
                 value=limit,
-                remedy="Look for trajectories that do not end, or raise the limit.",
+                remedy=remedy,
             ) from None
         except BaseException:
             await self._abandon()

@@ -700,11 +700,13 @@ class Versions:
         at the learning rates that it had: a resumed job's may be others."""
         learner, version = self.learner, commit.weights.version
         learner.discard()
-        for samples in self.durability.rows.read(version):
+        for samples, sums in self.durability.rows.read(version):
             rows = learner.read(samples, _absent)
             if rows:
                 with self.randomness.drawing():
                     learner.accumulate(rows)
+            if sums is not None:
+                learner.join_pairs(sums)
         with self.randomness.drawing():
             learner.complete()
         with self.randomness.drawing():

@@ -485,7 +485,7 @@ def test_a_joint_pair_has_the_replies_of_all_agents_as_turns_of_one_row() -> Non
         (PAIR, "it has no `agents`"),
         ({"agents": {"a": "7"}}, "`agents.a` is '7', not a pair"),
         ({"agents": {"a": {"prompt": "x", "chosen": "y"}}}, "it has the fields"),
-        ({"agents": {"a": PAIR, "b": PAIR}}, "its agents have the policies"),
+        ({"agents": {"a": PAIR, "c": PAIR}}, "its agent 'c' does not learn"),
     ],
 )
 def test_rows_that_are_no_joint_pair_say_why(row: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from troupe.cluster.state import running_state
 
 SHOWN = {"source": "tests.support.tiny_team:Demonstrations"}
 PAIRS = {"source": "tests.support.tiny_team:Pairs"}
+JOINT_PAIRS = {"source": "tests.support.tiny_team:JointPairs"}
 
 
 @pytest.fixture(scope="module")
@@ -128,5 +129,38 @@ async def test_preferences_are_learned_although_services_die_and_rl_goes_on_from
         assert losses[-1] < 0.5 * losses[0]
         assert steps[8][f"{policy}/preference/accuracy"] == 1
         assert f"{policy}/reward/mean" in steps[9]
+        assert f"{policy}/preference/loss" not in steps[9]
+    assert audit.passed, audit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["serial", "micro_batch"])
+async def test_policies_learn_joint_pairs_together_although_services_die(
+    cluster: Standing, mode: str
+) -> None:
+    preferences = {"tasks": JOINT_PAIRS, "steps": 8, "rows_per_step": 8, "lr": 0.01, "beta": 0.5}
+    text = cluster.yaml(
+        "tests.support.tiny_team:play",
+        **{
+            "pipeline.steps": 9,
+            "pipeline.mode": mode,
+            "pipeline.micro_batch_samples": 3,
+            "preferences": {**preferences, "joint": True},
+        },
+    )
+    async with cluster.client() as client:
+        handle = await client.submit(text)
+        await lose_workers(cluster, handle)
+        end = await ended(handle)
+        assert end.job.state == JobState.SUCCEEDED, end.job.problem
+        steps = await values_of(handle)
+        audit = await handle.audit()
+    losses = [steps[n]["solver/preference/loss"] for n in range(1, 9)]
+    # Both policies learn from the same margins.
+    assert losses == [steps[n]["checker/preference/loss"] for n in range(1, 9)]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3)
+    assert losses[-1] < 0.5 * losses[0]
+    for policy in ("solver", "checker"):
+        assert [steps[n][f"{policy}/samples"] for n in range(1, 9)] == [16.0] * 8
         assert f"{policy}/preference/loss" not in steps[9]
     assert audit.passed, audit

@@ -11,6 +11,7 @@ import pytest
 from tests.rollout.house import House, evaluation, training
 from troupe import tensors
 from troupe.rpc import InvalidArgument
+from troupe.states import OFFLINE
 from troupe.v1 import common_pb2 as common_pb
 
 COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
@@ -163,3 +164,29 @@ async def test_rows_that_cannot_be_learned_end_the_job_before_it_starts(
     with pytest.raises(InvalidArgument, match=f"the row is .*{next(iter(row))}") as refused:
         await house.prepare("one_turn", **{section: {"tasks": {"dataset": str(path)}, "steps": 1}})
     assert (refused.value.kind, refused.value.field) == (kind, f"{section}.tasks")
+
+
+async def test_a_joint_pair_becomes_one_group_in_the_tables_of_all_its_policies(
+    house: House, tmp_path: Path
+) -> None:
+    pair = {"prompt": "1+4", "chosen": "5", "rejected": "6"}
+    rows = [{"agents": {"solver": pair, "checker": pair}}, {"agents": {"solver": pair}}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = {"tasks": {"dataset": str(path)}, "steps": 1, "joint": True}
+    await house.prepare("team", preferences=pairs)
+    await house.open_step(group_size=1)
+    tickets = training(2, 1)
+    for ticket in tickets:
+        ticket.split = OFFLINE
+    ended = await house.run(tickets)
+    assert {event.state for event in ended.values()} == {COMPLETED}, ended
+    found = [*await house.samples("big"), *await house.samples("small")]
+    by_row: dict[str, list[tuple[str, float, int]]] = {}
+    for one in sorted(found, key=lambda sample: (sample.query_id, sample.turn)):
+        assert (one.group_id, one.preference) == (f"{one.query_id}/*/pair", True)
+        by_row.setdefault(one.query_id, []).append((one.policy, one.reward, one.joint_policies))
+    alone = [("big", 1.0, 1), ("big", 0.0, 1)]
+    team = [("big", 1.0, 2), ("big", 0.0, 2), ("small", 1.0, 2), ("small", 0.0, 2)]
+    # Rows are drawn in an order of their own.
+    assert sorted(by_row.values(), key=len) == [alone, team]

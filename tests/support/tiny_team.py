@@ -109,6 +109,25 @@ class Pairs(Tasks):
         }
 
 
+class JointPairs(Tasks):
+    """The same questions with right and wrong answers of both agents, one of whom may be right
+    also where the team was not preferred."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        question = super().__getitem__(index)["question"]
+        wrong = "bdfh"[index % 4] * 3
+        return {
+            "agents": {
+                "solver": {"prompt": question, "chosen": "aaaa", "rejected": wrong},
+                "checker": {
+                    "prompt": question,
+                    "chosen": "aaaa",
+                    "rejected": wrong if index % 3 else "aaaa",
+                },
+            }
+        }
+
+
 def share_of_a(text: str) -> float:
     """How much of an answer is the letter a: the reward, in [0, 1]."""
     return text.count("a") / max(1, len(text))

@@ -157,9 +157,16 @@ NETWORKS: Mapping[str, Callable[[], None]] = {
 }
 
 
+# Points of a step that exchanges sums of joint pairs.
+JOINT: Mapping[str, Callable[[], None]] = {
+    "before sums are given": lambda: _before(StepClaims, "exchange"),
+    "after sums were exchanged": lambda: _after_await(StepClaims, "exchange"),
+}
+
+
 def _serve(point: str, environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
-    (POINTS | SUSPENDING | RESUMING | BEHIND | NETWORKS)[point]()
+    (POINTS | SUSPENDING | RESUMING | BEHIND | NETWORKS | JOINT)[point]()
     run(make_service, TrainerSettings)
 
 

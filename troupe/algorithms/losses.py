@@ -162,6 +162,37 @@ def grpo_loss_sum(
 
 
 @dataclass(frozen=True)
+class SideSums:
+    """Sums over the replies of the two sides of p pairs, [p, 2]: rejected, then preferred; float64.
+
+    They are all that a pair's loss depends on.
+    """
+
+    # log(pi/pi_ref), and the number of tokens.
+    log_ratios: torch.Tensor
+    tokens: torch.Tensor
+    # bool [p]: whether the pair has all of its replies.
+    whole: torch.Tensor
+
+    @staticmethod
+    def of(
+        log_ratios: torch.Tensor, lengths: torch.Tensor, pairs: torch.Tensor, chosen: torch.Tensor
+    ) -> SideSums:
+        """Return the sums over n replies. All arguments are [n]: `log_ratios` log(pi/pi_ref) of
+        each reply, `lengths` its tokens, `pairs` (int64) the number of its pair, `chosen` (bool)
+        its side, which may have several replies."""
+        count = int(pairs.max()) + 1 if len(pairs) else 0
+        sides = 2 * pairs + chosen.long()
+
+        def by_side(values: torch.Tensor) -> torch.Tensor:
+            zeros = torch.zeros(2 * count, dtype=torch.float64)
+            return zeros.index_add(0, sides, values.to(torch.float64)).reshape(count, 2)
+
+        whole = (by_side(torch.ones_like(lengths)) > 0).all(1)
+        return SideSums(by_side(log_ratios), by_side(lengths), whole)
+
+
+@dataclass(frozen=True)
 class PreferenceWeights:
     """What p pairs of n replies add to the loss, and how; float64."""
 
@@ -176,8 +207,7 @@ class PreferenceWeights:
 
 
 def preference_weights(
-    log_ratios: torch.Tensor,
-    lengths: torch.Tensor,
+    sums: SideSums,
     pairs: torch.Tensor,
     chosen: torch.Tensor,
     *,
@@ -188,19 +218,11 @@ def preference_weights(
 
     A pair's loss is a function of one number, the margin m, which a pass without gradients gives:
     its gradient then equals the gradient of sum_y -w_y log pi(y), with constants w_y, so that the
-    two sides need not be in one pass. All arguments are [n]: `log_ratios` log(pi/pi_ref) of each
-    reply, `lengths` its tokens, `pairs` (int64) the number of its pair, `chosen` (bool) its side,
-    which may have several replies. The losses are in the docstring of `PreferencesSpec.loss`.
+    two sides, and the policies of a joint pair, need not be in one pass. `sums`: of p pairs; `pairs` (int64)
+    and `chosen` (bool), [n]: the number of each reply's pair, and its side. The losses are in the
+    docstring of `PreferencesSpec.loss`.
     """
-    count = int(pairs.max()) + 1 if len(pairs) else 0
-    sides = 2 * pairs + chosen.long()
-
-    def by_side(values: torch.Tensor) -> torch.Tensor:
-        zeros = torch.zeros(2 * count, dtype=torch.float64)
-        return zeros.index_add(0, sides, values.to(torch.float64)).reshape(count, 2)
-
-    totals, tokens = by_side(log_ratios), by_side(lengths)
-    whole = (by_side(torch.ones_like(lengths)) > 0).all(1)
+    totals, tokens, whole = sums.log_ratios, sums.tokens, sums.whole
     divisors = tokens.clamp(min=1) if loss == "ipo" else torch.ones_like(tokens)
     means = totals / divisors
     margins = means[:, 1] - means[:, 0]
@@ -213,6 +235,7 @@ def preference_weights(
     slopes = torch.where(whole, slopes, torch.zeros_like(slopes))
     signed = slopes[:, None] * torch.tensor([1.0, -1.0], dtype=torch.float64) / divisors
     rewards = beta * totals[whole]
+    sides = 2 * pairs + chosen.long()
     return PreferenceWeights(signed.reshape(-1)[sides], losses[whole], rewards[:, 1], rewards[:, 0])
 
 

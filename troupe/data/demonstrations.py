@@ -202,12 +202,6 @@ def joint_preferences_of(
             return []
         begin = len(found)
         found += [replace(reply, turn=begin + reply.turn) for reply in replies]
-    policies = sorted({roles[one.agent].policy for one in found})
-    if len(policies) > 1:
-        raise _bad_pair(
-            f"its agents have the policies {', '.join(policies)}, and a joint pair is learned by "
-            "one trainer"
-        )
     return found
 
 

@@ -115,6 +115,18 @@ class JobFields(Section):
         """Return whether the step, counted from 0, learns from rows."""
         return self.offline is not None and step < self.offline.steps
 
+    @property
+    def joins_policies(self) -> bool:
+        """Whether joint pairs may have replies of several policies, whose trainers exchange sums
+        over them."""
+        joint = self.preferences is not None and self.preferences.joint
+        return joint and len(self.trained_policies) > 1
+
+    def exchanges_pairs(self, step: int) -> bool:
+        """Return whether the trainers exchange sums over joint pairs in the step, counted from
+        0."""
+        return self.joins_policies and self.is_offline(step)
+
     def teachers_of(self, policy: str) -> tuple[str, ...]:
         """Return the teachers that the trainer of a policy holds (`distillation.divergence:
         full`)."""

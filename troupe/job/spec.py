@@ -471,6 +471,8 @@ class JobSpec(JobFields):
         if spec is None:
             return self
         section = "supervised" if spec is self.supervised else "preferences"
+        joins, once = self.joins_policies, "trainers of joint pairs exchange margins once a step"
+        idle = next((n for n in self.trained_policies if self.policies[n].simulated), "")
         for field, given, why in (
             ("environment", self.environment is not None, "networks cannot learn conversations"),
             ("population", self.population is not None, "learners would have no opponents"),
@@ -496,6 +498,9 @@ class JobSpec(JobFields):
                 self.preferences is not None and self.algorithm.router_aux_loss > 0,
                 "it weighs samples, and their loss is one of pairs; set it to 0",
             ),
+            ("algorithm.epochs", joins and self.algorithm.epochs > 1, f"{once}; set it to 1"),
+            ("algorithm.minibatches", joins and self.algorithm.updates > 1, f"{once}; set it to 1"),
+            (f"policies.{idle}.simulated", joins and bool(idle), f"{once}, and it has none"),
         ):
             if given:
                 raise ValueError(f"{field}: not with `{section}`; {why}")
@@ -504,12 +509,10 @@ class JobSpec(JobFields):
                 f"{section}.steps: {spec.steps} are more than pipeline.steps, which counts them"
             )
         trained = [n for n, a in self.agents.items() if self.policies[a.policy].trainable]
-        played = [self.agents[name].policy for name in trained]
-        joint = self.preferences is not None and self.preferences.joint
-        if joint and len(played) == len(set(played)):
+        if self.preferences is not None and self.preferences.joint and len(trained) < 2:
             raise ValueError(
-                "preferences.joint: no trained policy has two agents, and one trainer compares "
-                "what the agents of a joint pair said; let agents share a policy, or remove it"
+                "preferences.joint: only one agent learns, and a joint pair is of what several "
+                "agents said; remove it, or add agents of trained policies"
             )
         if spec.agent is not None and spec.agent not in trained:
             raise ValueError(

@@ -96,6 +96,7 @@ class Sample(_message.Message):
     PREFERENCE_FIELD_NUMBER: _builtins.int
     STEM_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
+    JOINT_POLICIES_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """{query}_{turn}_{trajectory}"""
     policy: _builtins.str
@@ -135,6 +136,8 @@ class Sample(_message.Message):
     """A demonstration that is one side of a pair, which is its group: `reward` is 1 for the side that
     was preferred, 0 for the other.
     """
+    joint_policies: _builtins.int
+    """Of a joint pair: the number of policies that have replies in it. Absent counts as one."""
     @_builtins.property
     def prompt_ids(self) -> _common_pb2.Tensor:
         """int32 [prompt_len], packed where all ids fit (DTYPE_PACKED16, DTYPE_PACKED24)."""
@@ -189,10 +192,11 @@ class Sample(_message.Message):
         preference: _builtins.bool = ...,
         stem: Global___Stem | None = ...,
         payloads: _abc.Iterable[Global___Payload] | None = ...,
+        joint_policies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "earned", b"earned", "final_reward", b"final_reward", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "stem", b"stem", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "demonstration", b"demonstration", "earned", b"earned", "final_reward", b"final_reward", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "payloads", b"payloads", "policy", b"policy", "preference", b"preference", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "stem", b"stem", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "demonstration", b"demonstration", "earned", b"earned", "final_reward", b"final_reward", "finish_reason", b"finish_reason", "group_id", b"group_id", "joint_policies", b"joint_policies", "logprobs", b"logprobs", "own_reward", b"own_reward", "payloads", b"payloads", "policy", b"policy", "preference", b"preference", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "stem", b"stem", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__earned: _TypeAlias = _typing.Literal["earned"]  # noqa: Y015
     _WhichOneofArgType__earned: _TypeAlias = _typing.Literal["_earned", b"_earned"]  # noqa: Y015
@@ -1347,6 +1351,143 @@ class DropGoneResponse(_message.Message):
 Global___DropGoneResponse: _TypeAlias = DropGoneResponse  # noqa: Y015
 
 @_typing.final
+class ExchangePairSumsRequest(_message.Message):
+    """Joint pairs (`preferences.joint`): a pair's loss depends on the log-ratios of all its replies,
+    and each trainer knows those of its own policy.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    CLAIMANT_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    policy: _builtins.str
+    step: _builtins.int
+    claimant: _builtins.str
+    wait_seconds: _builtins.float
+    """Wait for the other policies at most this long."""
+    @_builtins.property
+    def sums(self) -> Global___PairSums:
+        """Of all pairs in which the policy has replies. The first ones that a policy gives for a step
+        stay, so that all trainers learn from the same sums, however often one begins the step again.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        step: _builtins.int = ...,
+        claimant: _builtins.str = ...,
+        sums: Global___PairSums | None = ...,
+        wait_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimant", b"claimant", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "step", b"step", "sums", b"sums", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExchangePairSumsRequest: _TypeAlias = ExchangePairSumsRequest  # noqa: Y015
+
+@_typing.final
+class ExchangePairSumsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sums(self) -> Global___PairSums:
+        """Over all policies; absent while some are missing."""
+
+    @_builtins.property
+    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Policies that have not given theirs yet; then call again, with a fresh request_id."""
+
+    def __init__(
+        self,
+        *,
+        sums: Global___PairSums | None = ...,
+        missing: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing", b"missing", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExchangePairSumsResponse: _TypeAlias = ExchangePairSumsResponse  # noqa: Y015
+
+@_typing.final
+class PairSums(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAIRS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairSum]: ...
+    def __init__(
+        self,
+        *,
+        pairs: _abc.Iterable[Global___PairSum] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pairs", b"pairs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairSums: _TypeAlias = PairSums  # noqa: Y015
+
+@_typing.final
+class PairSum(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAIR_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_NUMBER: _builtins.int
+    CHOSEN_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    JOINT_POLICIES_FIELD_NUMBER: _builtins.int
+    pair: _builtins.str
+    """Query and group of its samples, joined by a tab."""
+    chosen: _builtins.float
+    """log(pi/pi_ref) of the preferred and of the rejected replies, summed over their tokens, and the
+    numbers of these tokens.
+    """
+    rejected: _builtins.float
+    chosen_tokens: _builtins.int
+    rejected_tokens: _builtins.int
+    policies: _builtins.int
+    """Number of policies whose replies are in the sums, and of those that have replies in the pair."""
+    joint_policies: _builtins.int
+    def __init__(
+        self,
+        *,
+        pair: _builtins.str = ...,
+        chosen: _builtins.float = ...,
+        rejected: _builtins.float = ...,
+        chosen_tokens: _builtins.int = ...,
+        rejected_tokens: _builtins.int = ...,
+        policies: _builtins.int = ...,
+        joint_policies: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "chosen_tokens", b"chosen_tokens", "joint_policies", b"joint_policies", "pair", b"pair", "policies", b"policies", "rejected", b"rejected", "rejected_tokens", b"rejected_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairSum: _TypeAlias = PairSum  # noqa: Y015
+
+@_typing.final
 class CommitStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1396,8 +1537,8 @@ class CommitStepRequest(_message.Message):
     """
     kept_micro_batches: _builtins.int
     """Of an applied step whose training state is not on disk yet: how many micro-batches the claimant
-    has kept of it (KeepRows). They stay until FreeKeptRows; a commit that finds another number is
-    refused.
+    has kept of it (KeepRows), sums of joint pairs counted as one. They stay until FreeKeptRows; a
+    commit that finds another number is refused.
     """
     durable: _builtins.bool
     """The training state of `weights` is on disk: rows kept for it and earlier versions are freed."""
@@ -1481,6 +1622,7 @@ class KeepRowsRequest(_message.Message):
     CLAIMANT_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -1494,6 +1636,12 @@ class KeepRowsRequest(_message.Message):
         refers to a sample of this message.
         """
 
+    @_builtins.property
+    def sums(self) -> Global___PairSums:
+        """Instead of samples, after the last micro-batch: the sums over all policies that the step's
+        joint pairs were learned with.
+        """
+
     def __init__(
         self,
         *,
@@ -1504,10 +1652,11 @@ class KeepRowsRequest(_message.Message):
         claimant: _builtins.str = ...,
         index: _builtins.int = ...,
         samples: _abc.Iterable[Global___ClaimedSample] | None = ...,
+        sums: Global___PairSums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimant", b"claimant", "index", b"index", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimant", b"claimant", "index", b"index", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "samples", b"samples", "step", b"step", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1638,16 +1787,22 @@ class KeptMicroBatch(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLES_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimedSample]: ...
+    @_builtins.property
+    def sums(self) -> Global___PairSums:
+        """See KeepRowsRequest."""
+
     def __init__(
         self,
         *,
         samples: _abc.Iterable[Global___ClaimedSample] | None = ...,
+        sums: Global___PairSums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2332,6 +2487,7 @@ class PolicyCounts(_message.Message):
     DROPPED_FIELD_NUMBER: _builtins.int
     DROP_REASONS_FIELD_NUMBER: _builtins.int
     GROUPS_WITHOUT_SIGNAL_FIELD_NUMBER: _builtins.int
+    PAIR_SUMS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     step: _builtins.int
     pending: _builtins.int
@@ -2341,6 +2497,8 @@ class PolicyCounts(_message.Message):
     dropped: _builtins.int
     groups_without_signal: _builtins.int
     """Groups of this policy that were dropped as "no_signal"."""
+    pair_sums: _builtins.bool
+    """Whether the policy has given its sums of joint pairs (ExchangePairSums)."""
     @_builtins.property
     def drop_reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Reason -> samples or trajectories dropped for it."""
@@ -2357,10 +2515,11 @@ class PolicyCounts(_message.Message):
         dropped: _builtins.int = ...,
         drop_reasons: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         groups_without_signal: _builtins.int = ...,
+        pair_sums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "drop_reasons", b"drop_reasons", "dropped", b"dropped", "groups_without_signal", b"groups_without_signal", "pending", b"pending", "policy", b"policy", "ready", b"ready", "step", b"step", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "drop_reasons", b"drop_reasons", "dropped", b"dropped", "groups_without_signal", b"groups_without_signal", "pair_sums", b"pair_sums", "pending", b"pending", "policy", b"policy", "ready", b"ready", "step", b"step", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

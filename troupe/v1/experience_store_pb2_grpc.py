@@ -85,6 +85,11 @@ class ExperienceStoreStub:
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.DropGoneRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_experience__store__pb2.DropGoneResponse.FromString,
                 _registered_method=True)
+        self.ExchangePairSums = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/ExchangePairSums',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.ExchangePairSumsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.ExchangePairSumsResponse.FromString,
+                _registered_method=True)
         self.CommitStep = channel.unary_unary(
                 '/troupe.v1.ExperienceStore/CommitStep',
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.CommitStepRequest.SerializeToString,
@@ -240,6 +245,14 @@ class ExperienceStoreServicer:
 
     def DropGone(self, request, context):
         """Drops samples of a live claim that cannot be trained because some of their values are gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExchangePairSums(self, request, context):
+        """Gives what one policy's replies add to the joint pairs of a step, and returns the sums over all
+        policies once each has given its own; waits for that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -418,6 +431,11 @@ def add_ExperienceStoreServicer_to_server(servicer, server):
                     servicer.DropGone,
                     request_deserializer=troupe_dot_v1_dot_experience__store__pb2.DropGoneRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_experience__store__pb2.DropGoneResponse.SerializeToString,
+            ),
+            'ExchangePairSums': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExchangePairSums,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.ExchangePairSumsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.ExchangePairSumsResponse.SerializeToString,
             ),
             'CommitStep': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitStep,
@@ -776,6 +794,33 @@ class ExperienceStore:
             '/troupe.v1.ExperienceStore/DropGone',
             troupe_dot_v1_dot_experience__store__pb2.DropGoneRequest.SerializeToString,
             troupe_dot_v1_dot_experience__store__pb2.DropGoneResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExchangePairSums(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/ExchangePairSums',
+            troupe_dot_v1_dot_experience__store__pb2.ExchangePairSumsRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.ExchangePairSumsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,10 @@ class ExperienceStoreStub:
     """Returns claimed samples (of a trainer that stops, or was superseded)."""
     DropGone: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DropGoneRequest, _experience_store_pb2.DropGoneResponse]
     """Drops samples of a live claim that cannot be trained because some of their values are gone."""
+    ExchangePairSums: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ExchangePairSumsRequest, _experience_store_pb2.ExchangePairSumsResponse]
+    """Gives what one policy's replies add to the joint pairs of a step, and returns the sums over all
+    policies once each has given its own; waits for that.
+    """
     CommitStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]
     """Ends a policy's step: claimed samples become TRAINED and the version advances, atomically."""
     GetStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]
@@ -117,6 +121,10 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     """Returns claimed samples (of a trainer that stops, or was superseded)."""
     DropGone: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DropGoneRequest, _experience_store_pb2.DropGoneResponse]  # type: ignore[assignment]
     """Drops samples of a live claim that cannot be trained because some of their values are gone."""
+    ExchangePairSums: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ExchangePairSumsRequest, _experience_store_pb2.ExchangePairSumsResponse]  # type: ignore[assignment]
+    """Gives what one policy's replies add to the joint pairs of a step, and returns the sums over all
+    policies once each has given its own; waits for that.
+    """
     CommitStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]  # type: ignore[assignment]
     """Ends a policy's step: claimed samples become TRAINED and the version advances, atomically."""
     GetStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]  # type: ignore[assignment]
@@ -239,6 +247,16 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.DropGoneResponse, _abc.Awaitable[_experience_store_pb2.DropGoneResponse]]:
         """Drops samples of a live claim that cannot be trained because some of their values are gone."""
+
+    @_abc_1.abstractmethod
+    def ExchangePairSums(
+        self,
+        request: _experience_store_pb2.ExchangePairSumsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.ExchangePairSumsResponse, _abc.Awaitable[_experience_store_pb2.ExchangePairSumsResponse]]:
+        """Gives what one policy's replies add to the joint pairs of a step, and returns the sums over all
+        policies once each has given its own; waits for that.
+        """
 
     @_abc_1.abstractmethod
     def CommitStep(

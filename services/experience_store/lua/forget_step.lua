@@ -29,6 +29,7 @@ for _, name in ipairs(redis.call('SMEMBERS', STAGES)) do
   redis.call('UNLINK', staged_key(name))
 end
 free_keeping(false)
+free_sums()
 redis.call('UNLINK', STEP, ENDED, QUERIES, BOOK, MEMBERS, READY, CLAIMS, OWNERS, LEASES, HELD,
   FENCED, DROPPED, STAGES, ROSTER, TALLIES, LEAVING, RETURNED, GONE, COMPLETED)
 redis.call('HDEL', COMMITS, STEP_NUMBER)

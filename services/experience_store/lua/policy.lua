@@ -14,7 +14,7 @@ local CLAIMS, OWNERS, LEASES = key('claims'), key('owners'), key('leases')
 local HELD, FENCED, DROPPED, STAGES = key('held'), key('fenced'), key('dropped'), key('stages')
 local LEAVING, RETURNED, GONE = key('leaving'), key('returned'), key('gone')
 local ROSTER, TALLIES, COMPLETED = key('roster'), key('tallies'), key('completed')
-local KEEPING = key('keeping')
+local KEEPING, PAIR_SUMS = key('keeping'), key('pair_sums')
 local COMMITS, KEPT = BASE .. ':commits', BASE .. ':kept'
 -- Field of staged rows that holds their query and, one a line, their records.
 local RECORDS = 'records'

@@ -327,6 +327,12 @@ local function sealed()
   return get('held_open') == 0 and get('ended') >= get('expected')
 end
 
+-- Frees what the policy has given of the step's joint pairs; that it has stays in the counts.
+local function free_sums()
+  weigh(-redis.call('STRLEN', PAIR_SUMS))
+  redis.call('UNLINK', PAIR_SUMS)
+end
+
 local function committed()
   return redis.call('HEXISTS', COMMITS, STEP_NUMBER) == 1
 end

@@ -17,8 +17,9 @@ The order of events in one step (`StepRunner`):
    from now on.
 
 Modes `serial` and `sync` train once the rollout is over, on the engines' devices if the job
-colocates them (`DeviceTurns`); `micro_batch` and `async` with the first samples that are ready; in
-`async` several steps are open at once (`pipeline.alpha`).
+colocates them (`DeviceTurns`); `serial` one policy after another, unless they learn joint pairs,
+for which each needs the others. `micro_batch` and `async` train with the first samples that are
+ready; in `async` several steps are open at once (`pipeline.alpha`).
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ class StepRunner:
         try:
             if self._mode in _EAGER:
                 await run_all(self._roll_out(), *(self._train(policy) for policy in policies))
-            elif self._mode == "serial":
+            elif self._mode == "serial" and not self._job.spec.exchanges_pairs(self.step):
                 await self._roll_out()
                 async with self._context.turns.of_trainers(self._deadline):
                     for policy in policies:

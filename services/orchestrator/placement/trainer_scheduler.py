@@ -259,12 +259,15 @@ def ready_work(
     """Return the micro-batches of `policy` that could be computed now in the step of `status`.
 
     The optimizer step counts as one more once no sample can come. `accumulated` claimed samples are
-    in the gradients already. Without a status (nothing was pushed yet) there is no work.
+    in the gradients already. Without a status (nothing was pushed yet) there is no work, nor while
+    joint pairs wait for the other policies, which may need the device for theirs.
     """
     counts = None
     if status is not None:
         counts = next((one for one in status.counts if one.policy == policy), None)
     if status is None or counts is None:
+        return 0
+    if counts.pair_sums and not all(one.pair_sums for one in status.counts):
         return 0
     # Samples that are claimed and not in the gradients are about to be computed.
     left = counts.ready + max(0, counts.claimed - accumulated)

@@ -42,9 +42,11 @@ class DemonstratedTrajectory(RunningTrajectory):
             "demonstrations": float(len(found)),
             "demonstrations_truncated": float(sum(one.truncated for one in found)),
         }
-        return [self._sample(one) for one in found]
+        policies = len({learners[one.agent].policy for one in found})
+        return [self._sample(one, policies) for one in found]
 
-    def _sample(self, one: Demonstration) -> store_pb.Sample:
+    def _sample(self, one: Demonstration, policies: int) -> store_pb.Sample:
+        """Return the sample of a reply; `policies`: how many have replies in its row."""
         ticket, alone = self._ticket, one.chosen is None
         return store_pb.Sample(
             sample_id=f"{ticket.query_id}_{one.turn}_{ticket.trajectory_id}",
@@ -62,6 +64,7 @@ class DemonstratedTrajectory(RunningTrajectory):
             temperature=1.0,
             demonstration=True,
             preference=not alone,
+            joint_policies=0 if alone else policies,
         )
 
     def _group_of(self, one: Demonstration) -> str:

@@ -59,12 +59,7 @@ from services.trainer.learning.model import (
 )
 from services.trainer.learning.optimizer import Moments
 from services.trainer.learning.passes import configure_model
-from services.trainer.learning.samples import (
-    Load,
-    Row,
-    columns_of,
-    parse_rows,
-)
+from services.trainer.learning.samples import Load, Row, columns_of, parse_rows
 from services.trainer.state.parts import PARTS, Box, StoredParts, store_part
 from services.trainer.state.suspension import PooledParameters, split_fields, state_keys, under
 from services.trainer.state.training_state import (
@@ -595,6 +590,14 @@ class GangLearner(PolicyLearner[Row]):
     def complete(self, stop: threading.Event | None = None) -> None:
         """Add the gradients of rows that were held back. Raises `Stopped`."""
         self._order("complete", stop=stop)
+
+    def pair_sums(self) -> store_pb.PairSums:
+        """See `PolicyLearner`. Every rank has the sums of all."""
+        return store_pb.PairSums.FromString(self._order("pair_sums").body)
+
+    def join_pairs(self, sums: store_pb.PairSums) -> None:
+        """See `PolicyLearner`."""
+        self._order("join_pairs", sums.SerializeToString())
 
     def apply(
         self,

@@ -50,6 +50,7 @@ from troupe.job import JobSpec
 from troupe.processes.tether import end_with_parent
 from troupe.rpc import FailedPrecondition, TroupeError, from_status, to_status
 from troupe.user_code import DEBUG_REMEDY, refuse_breakpoints
+from troupe.v1 import experience_store_pb2 as store_pb
 
 # Keys of the rendezvous store.
 _CAME, _ALL = "came", "all"
@@ -173,6 +174,10 @@ class Rank:
                 member.accumulate(decode_rows(header["rows"], order.body))
             case "complete":
                 member.complete()
+            case "pair_sums":
+                return Frame({}, member.pair_sums().SerializeToString())
+            case "join_pairs":
+                member.join_pairs(store_pb.PairSums.FromString(order.body))
             case "apply":
                 return dataclasses.asdict(member.apply(header["version"], None, header["rates"]))
             case "discard":

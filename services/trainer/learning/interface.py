@@ -132,6 +132,14 @@ class PolicyLearner(ABC, Generic[R]):
         Raises `Stopped`.
         """
 
+    def pair_sums(self) -> store_pb.PairSums:
+        """Return what the rows that were accumulated add to the step's joint pairs
+        (`preferences.joint`), for trainers of other policies. Empty if there is none."""
+        return store_pb.PairSums()
+
+    def join_pairs(self, sums: store_pb.PairSums) -> None:
+        """Take the sums over all policies, with which `complete` learns the joint pairs."""
+
     @abstractmethod
     def apply(
         self,

@@ -25,6 +25,7 @@ from services.trainer.learning.advantages import AdvantageEstimator
 from services.trainer.learning.critic import Critic, critic_module
 from services.trainer.learning.forward import TrainedModel
 from services.trainer.learning.interface import Applied, PolicyLearner
+from services.trainer.learning.joint_pairs import JointPairs
 from services.trainer.learning.lora import AdaptedBase
 from services.trainer.learning.model import load_teacher, positions_of
 from services.trainer.learning.optimizer import (
@@ -46,6 +47,7 @@ from services.trainer.learning.samples import (
     by_token,
     columns_of,
     content_key,
+    not_finite,
     parse_rows,
     response_lengths,
     taught_logprobs,
@@ -53,7 +55,7 @@ from services.trainer.learning.samples import (
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
 from services.trainer.state.training_state import KeptState, Snapshot
-from troupe.algorithms.losses import normalizer, preference_weights
+from troupe.algorithms.losses import SideSums, normalizer, preference_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.adapters import Tensors
@@ -79,8 +81,9 @@ class StepSums:
     tokens: TokenStatistics = field(default_factory=TokenStatistics)
     summary: BatchSummary = field(default_factory=BatchSummary)
     groups: GroupBuffer = field(default_factory=GroupBuffer)
-    # Rows whose advantages need all of the step's rows.
+    # Rows whose advantages, or joint pairs, need all of the step's rows.
     held: list[Row] = field(default_factory=list)
+    joint: JointPairs = field(default_factory=JointPairs)
     micro_batches: int = 0
     seconds: float = 0.0
     # Why the step cannot be applied (a loss is not finite); further rows are then only counted.
@@ -127,11 +130,22 @@ class Accumulation:
         """Add the gradient of these rows' summed loss, or hold them back. Raises `Stopped`."""
         started = time.perf_counter()
         self.sums.micro_batches += 1
-        if self._holds:
+        if self._job.joins_policies and any(row.preference for row in rows):
+            self._hold_pairs(rows, stop)
+        elif self._holds:
             self.sums.held.extend(rows)
         else:
             self._train(rows, stop)
         self.sums.seconds += time.perf_counter() - started
+
+    def _hold_pairs(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
+        """Add up the log-ratios of replies whose pairs have replies of other policies, and hold
+        the rows back until these are known. Raises `Stopped`."""
+        deterministic = self._job.pipeline.deterministic
+        for unit in self.sums.groups.add(rows) if deterministic else [rows]:
+            with self._reproducibly():
+                self.sums.joint.add(unit, self._passes.log_ratios(unit, stop))
+            self.sums.held.extend(unit)
 
     def complete(self, stop: threading.Event | None) -> None:
         """Add the gradients of rows that were held back: the step is complete. Raises `Stopped`."""
@@ -201,7 +215,7 @@ class Accumulation:
             self.sums.summary.add(batch.rows, batch.advantages.numpy())
             if self._keeps:
                 self._passes.kept.measured(batch)
-            self.sums.broken = self.sums.broken or _not_finite(batch.rows, batch.advantages)
+            self.sums.broken = self.sums.broken or not_finite(batch.rows, batch.advantages)
         return batches
 
     def _penalised(self, rows: Sequence[Row], stop: threading.Event | None) -> list[Row]:
@@ -302,18 +316,17 @@ class Accumulation:
         assert spec is not None, "its samples are pairs"
         if sums.broken:
             return batch
-        with self._reproducibly():
-            log_ratios = self._passes.log_ratios(rows, stop)
         numbers = {group: n for n, group in enumerate(dict.fromkeys(row.group for row in rows))}
-        found = preference_weights(
-            log_ratios,
-            torch.tensor(response_lengths(rows)),
-            torch.tensor([numbers[row.group] for row in rows]),
-            torch.tensor([row.reward > 0 for row in rows]),
-            loss=spec.loss,
-            beta=spec.beta,
-        )
-        sums.normalizer += len(found.losses)
+        pairs = torch.tensor([numbers[row.group] for row in rows])
+        chosen = torch.tensor([row.reward > 0 for row in rows])
+        if self._job.joins_policies:
+            sides = sums.joint.sides(numbers)
+        else:
+            with self._reproducibly():
+                log_ratios = self._passes.log_ratios(rows, stop)
+            sides = SideSums.of(log_ratios, torch.tensor(response_lengths(rows)), pairs, chosen)
+            sums.normalizer += int(sides.whole.sum())
+        found = preference_weights(sides, pairs, chosen, loss=spec.loss, beta=spec.beta)
         sums.summary.add_pairs(found)
         if not torch.isfinite(found.losses).all():
             sums.broken = "the loss of a pair of preferences is not finite"
@@ -378,6 +391,7 @@ class Accumulation:
             "tokens": of_tokens,
             "summary": suspension.split_fields(sums.summary)[1],
             "held": of_held,
+            "joint": sums.joint.state(),
             "waiting": of_waiting,
             "normalizer": sums.normalizer,
             "micro_batches": sums.micro_batches,
@@ -404,6 +418,7 @@ class Accumulation:
         self.sums = sums = StepSums(
             normalizer=values["normalizer"],
             held=suspension.unpack_rows(part["held"], values["held"]),
+            joint=JointPairs.restored(values["joint"]),
             micro_batches=values["micro_batches"],
             seconds=values["seconds"],
             broken=values["broken"],
@@ -426,23 +441,6 @@ def _deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def _not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:
-    """Return a message about a sample whose advantage or log-probs are not finite; empty if
-    none."""
-    # The loss takes advantages in single precision.
-    usable = torch.isfinite(advantages.to(torch.float32)).tolist()
-    for row, fine in zip(rows, usable, strict=True):
-        if not fine:
-            worst = max(row.group_rewards, key=abs)
-            return (
-                f"the advantage of sample {row.sample_id} is not finite, so the loss is not: its "
-                f"reward is {row.reward:g}, its group's largest {worst:g}"
-            )
-        if not np.isfinite(row.behaviour).all():
-            return f"a log-prob of sample {row.sample_id} is not finite, so the loss is not"
-    return ""
 
 
 def schedule(units: int, epochs: int, minibatches: int, seed: str) -> Iterator[list[int]]:
@@ -601,6 +599,15 @@ class Learner(PolicyLearner[Row]):
         """
         if self._job.algorithm.updates == 1:
             self._step.complete(stop)
+
+    def pair_sums(self) -> store_pb.PairSums:
+        """See `PolicyLearner`."""
+        return self._step.sums.joint.own()
+
+    def join_pairs(self, sums: store_pb.PairSums) -> None:
+        """See `PolicyLearner`."""
+        # Over which the loss is a mean, also over pairs without replies of this policy.
+        self._step.sums.normalizer += self._step.sums.joint.join(sums)
 
     # The step.
 

@@ -86,6 +86,8 @@ class Row:
     demonstration: bool = False
     # A demonstration of a pair, which is its group; the preferred side has reward 1, the other 0.
     preference: bool = False
+    # Number of policies with replies in the pair.
+    joint_policies: int = 1
     # uint8 or int16 [prompt_len + response_len - 1, layers, k]: the experts that the engine sent
     # each token to (`ROUTES_COLUMN`), where they are to be replayed.
     routes: np.ndarray[Any, np.dtype[Any]] | None = None
@@ -324,6 +326,7 @@ def _parse(
         payloads=from_protos(sample.payloads, load) if sample.payloads and load else (),
         demonstration=sample.demonstration,
         preference=sample.preference,
+        joint_policies=sample.joint_policies or 1,
         columns={} if load is None else _user_columns(sample, user_columns, load),
     )
 
@@ -372,6 +375,23 @@ def by_token(rows: Sequence[Row], advantages: torch.Tensor) -> TrainingBatch:
     given = [replace(row, advantages=part.numpy()) for row, part in zip(rows, parts, strict=True)]
     means = [float(part.abs().mean()) if len(part) else 0.0 for part in parts]
     return TrainingBatch(given, torch.tensor(means, dtype=torch.float64))
+
+
+def not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:
+    """Return a message about a sample whose advantage or log-probs are not finite; empty if
+    none."""
+    # The loss takes advantages in single precision.
+    usable = torch.isfinite(advantages.to(torch.float32)).tolist()
+    for row, fine in zip(rows, usable, strict=True):
+        if not fine:
+            worst = max(row.group_rewards, key=abs)
+            return (
+                f"the advantage of sample {row.sample_id} is not finite, so the loss is not: its "
+                f"reward is {row.reward:g}, its group's largest {worst:g}"
+            )
+        if not np.isfinite(row.behaviour).all():
+            return f"a log-prob of sample {row.sample_id} is not finite, so the loss is not"
+    return ""
 
 
 def taught_logprobs(row: Row) -> Floats:

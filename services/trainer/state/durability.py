@@ -77,15 +77,18 @@ class KeptRowsClient:
                 found = store_pb.DescribeKeptRowsResponse()
             return found
 
-    def read(self, version: int) -> Iterator[Sequence[store_pb.ClaimedSample]]:
-        """Yield the micro-batches that made `version`, in the order of their accumulation.
+    def read(
+        self, version: int
+    ) -> Iterator[tuple[Sequence[store_pb.ClaimedSample], store_pb.PairSums | None]]:
+        """Yield the micro-batches that made `version`, in the order of their accumulation; last,
+        without samples, the sums of its joint pairs, if there were any.
 
         Raises DataLoss of kind "kept_rows_gone" when they are not kept any more.
         """
         request = store_pb.ReadKeptRowsRequest(version=version, **self._named)
         with self._store() as store:
             for batch in store.ReadKeptRows(request, timeout=self._step_seconds):
-                yield restore(batch.samples)
+                yield restore(batch.samples), batch.sums if batch.HasField("sums") else None
 
     def free(self, version: int, checksum: str) -> None:
         """Tell the store that `version` is on disk."""

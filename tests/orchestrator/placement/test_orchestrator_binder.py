@@ -405,6 +405,25 @@ def test_ready_work_counts_micro_batches_that_can_be_claimed(
     assert ready_work(told, "other", 4, accumulated) == 0
 
 
+@pytest.mark.parametrize(("others", "work"), [((), 1), ((True,), 1), ((False, True), 0)])
+def test_joint_pairs_that_wait_for_other_policies_are_no_work(
+    others: tuple[bool, ...], work: int
+) -> None:
+    """Or two policies would wait for each other on one device."""
+    given = {"p": True} | {f"other-{n}": there for n, there in enumerate(others)}
+    told = store_pb.TableStatus(
+        sealed=True,
+        counts=[
+            store_pb.PolicyCounts(policy=name, claimed=8, pair_sums=there)
+            for name, there in given.items()
+        ],
+    )
+    assert ready_work(told, "p", 4, 8) == work
+    # Those that are waited for have work.
+    for name, there in given.items():
+        assert there or ready_work(told, name, 4, 0) == 3
+
+
 def test_the_oldest_micro_batch_is_computed_first() -> None:
     arrivals = ReadyOrder()
     assert arrivals.oldest is None

@@ -223,6 +223,43 @@ def test_a_gang_learns_preferences_as_one_device_does(
     gang.release()
 
 
+@pytest.mark.slow
+def test_a_gang_exchanges_the_sums_of_joint_pairs_as_one_device_does(
+    tokenizer: Path, tmp_path: Path, gangs: Gangs
+) -> None:
+    spec = gang_spec(
+        tokenizer,
+        policies=("checker", "solver"),
+        preferences={"tasks": {"source": "nowhere:rows"}, "steps": 4, "joint": True},
+        optimizer={"lr": 1e-2, "eps": 1e-3, "max_grad_norm": 1e9},
+    )
+    gang, one = together(gangs, spec), alone(spec)
+    store = StateStore(tmp_path, "job", "solver")
+    store.save(TrainingState(0, "a" * 32, one.snapshot()))
+    for learner in (gang, one):
+        learner.load_reference(store.load(0))
+    for step in range(3):
+        rows = [replace(row, joint_policies=2) for row in pairs_of(step, 4)]
+        sums = []
+        for learner in (gang, one):
+            learner.accumulate(rows[:3])
+            learner.accumulate(rows[3:])
+            sums.append(learner.pair_sums())
+        for mine, other in zip(sums[0].pairs, sums[1].pairs, strict=True):
+            assert mine.pair == other.pair
+            assert mine.chosen == pytest.approx(other.chosen, rel=1e-9, abs=1e-12)
+            # With what the other policy has added.
+            other.chosen, other.policies = other.chosen + 0.5, 2
+        for learner in (gang, one):
+            learner.join_pairs(sums[1])
+        ours, theirs = gang.apply(step), one.apply(step)
+        assert (ours.applied, ours.digest) == (theirs.applied, theirs.digest), ours.reason
+        for name in ("preference/loss", "preference/accuracy", "preference/margin", "grad_norm"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-6), name
+    assert_close(gang, one, 1e-8)
+    gang.release()
+
+
 def test_a_fault_of_a_users_loss_on_one_rank_is_reported_by_the_gang(
     tokenizer: Path, gangs: Gangs
 ) -> None:

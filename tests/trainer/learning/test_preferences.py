@@ -23,7 +23,7 @@ from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.samples import Row, parse_rows
 from tests.support.training import VOCABULARY, make_rollout, make_spec
 from tests.trainer.batches import random_rows, response_logprobs
-from troupe.algorithms.losses import preference_weights
+from troupe.algorithms.losses import SideSums, preference_weights
 from troupe.job import JobSpec
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -268,7 +268,8 @@ def test_weights_are_the_slopes_of_the_loss(
     chosen = torch.tensor([one[1] for one in replies], dtype=torch.bool)
     lengths = torch.tensor([one[2] for one in replies], dtype=torch.int64)
     ratios = torch.tensor([one[3] for one in replies], dtype=torch.float64, requires_grad=True)
-    found = preference_weights(ratios.detach(), lengths, pairs, chosen, loss=loss, beta=beta)
+    sums = SideSums.of(ratios.detach(), lengths, pairs, chosen)
+    found = preference_weights(sums, pairs, chosen, loss=loss, beta=beta)
     total = torch.zeros((), dtype=torch.float64) + 0 * ratios.sum()
     for pair in range(4):
         sides = [(pairs == pair) & (chosen == side) for side in (True, False)]
@@ -420,12 +421,10 @@ def test_a_joint_pair_is_one_sigmoid_over_what_all_agents_said(tokenizer: Path) 
     ("sections", "message"),
     [
         ({"preferences": {"joint": True, "agent": "solver"}}, "name their agents"),
-        ({"preferences": {"joint": True}}, "no trained policy has two agents"),
+        ({"preferences": {"joint": True}}, "only one agent learns"),
     ],
 )
-def test_joint_pairs_need_a_team_with_one_policy(
-    tokenizer: Path, sections: dict[str, Any], message: str
-) -> None:
+def test_joint_pairs_need_a_team(tokenizer: Path, sections: dict[str, Any], message: str) -> None:
     pairs = {"tasks": TASKS, "steps": 10, **sections["preferences"]}
     with pytest.raises(ValueError, match=message):
         make_spec(tokenizer, preferences=pairs)

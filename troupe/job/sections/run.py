@@ -114,8 +114,8 @@ class PreferencesSpec(OfflineSpec):
     learn. With `joint`, `agents`: these fields by the name of each agent."""
     joint: bool = False
     """Whether a pair is of joint replies: m is the sum over the row's agents, so that one sigmoid
-    compares what the team said. The agents of a row must share a policy. False: each agent's pair
-    is a pair of its own."""
+    compares what the team said (docs/algorithms.md). Trainers of several policies exchange their
+    parts of m once per step. False: each agent's pair is a pair of its own."""
     loss: Literal["dpo", "ipo"] = "dpo"
     """With m the log-ratio log pi/pi_ref of the preferred reply minus the rejected reply's: `dpo`,
     -log sigmoid(`beta` m) (Rafailov et al. 2023, equation 7); `ipo`, (m - 1/(2 `beta`))^2, the
