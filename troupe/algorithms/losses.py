@@ -218,9 +218,9 @@ def preference_weights(
 
     A pair's loss is a function of one number, the margin m, which a pass without gradients gives:
     its gradient then equals the gradient of sum_y -w_y log pi(y), with constants w_y, so that the
-    two sides, and the policies of a joint pair, need not be in one pass. `sums`: of p pairs; `pairs` (int64)
-    and `chosen` (bool), [n]: the number of each reply's pair, and its side. The losses are in the
-    docstring of `PreferencesSpec.loss`.
+    two sides, and the policies of a joint pair, need not be in one pass. `sums`: of p pairs;
+    `pairs` (int64) and `chosen` (bool), [n]: the number of each reply's pair, and its side. The
+    losses are in the docstring of `PreferencesSpec.loss`.
     """
     totals, tokens, whole = sums.log_ratios, sums.tokens, sums.whole
     divisors = tokens.clamp(min=1) if loss == "ipo" else torch.ones_like(tokens)
