@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import own_algorithms
 from troupe.algorithms.losses import grpo_loss_sum
+from troupe.algorithms.objectives import LOSSES
 from troupe.algorithms.registry import AlgorithmFunctions, Field, FunctionFault, OwnFunction
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.client.cli.specification import try_imports
@@ -129,9 +129,10 @@ def test_a_later_fault_names_field_and_function() -> None:
 
 
 def test_own_functions_couple_tokens_and_need_all_rows() -> None:
-    built_in = AlgorithmFunctions(own_algorithms.ppo, None, None)
+    built_in = AlgorithmFunctions(LOSSES["ppo_clip"], None, None)
     assert built_in.scales_with_advantage
     assert not built_in.couples_tokens
+    assert AlgorithmFunctions(LOSSES["gspo"], None, None).couples_tokens
     own = AlgorithmFunctions(OwnFunction("loss", f"{OWN}:ppo"), None, None)
     assert not own.scales_with_advantage
     assert own.couples_tokens

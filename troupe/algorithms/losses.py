@@ -32,6 +32,7 @@ from troupe.algorithms.objectives import (
     Tokens,
     bounded_exp,
     ppo_clip,
+    traits_of,
     where_weighed,
 )
 
@@ -140,7 +141,7 @@ def grpo_loss_sum(
         advantages=of_kept(advantages),
         kept=kept,
     )
-    if factors is not None and loss is ppo_clip and not recomputed:
+    if factors is not None and traits_of(loss).yields and not recomputed:
         # In place of PPO's clip. The weights are constants.
         total = corrected_loss(tokens.logprobs, tokens.advantages, factors)
     elif factors is not None and correction is truncated and not recomputed:

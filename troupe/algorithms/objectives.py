@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -212,11 +212,6 @@ def dppo_mask(tokens: Tokens) -> torch.Tensor:
     )
 
 
-LOSSES: Final[Mapping[str, LossFunction]] = {
-    one.__name__: one for one in (ppo_clip, gspo, cispo, dppo_mask)
-}
-
-
 def _clips(tokens: Tokens) -> tuple[float, float, float | None]:
     return tokens.clip_low, tokens.clip_high, tokens.dual_clip
 
@@ -226,17 +221,54 @@ def _gspo_ratio(tokens: Tokens) -> torch.Tensor:
     return sequence_level_ratio(*of_ratio, tokens.samples, tokens.kept)
 
 
-def removed_by(loss: LossFunction, tokens: Tokens) -> torch.Tensor:
-    """Return the mask of the tokens that the loss clips or masks, or (`cispo`) whose weight it
-    caps, bool [T]; none for a user's own loss, where this is unknown."""
-    if loss is dppo_mask:
-        clips = tokens.clip_low, tokens.clip_high
-        return is_outside(tokens.logprobs, tokens.old_logprobs, tokens.advantages, *clips)
-    if loss is gspo:
-        return is_clipped(_gspo_ratio(tokens), tokens.advantages, *_clips(tokens))
-    ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs)
-    if loss is cispo:
-        return ratio > 1.0 + tokens.clip_high
-    if loss is ppo_clip:
-        return is_clipped(ratio, tokens.advantages, *_clips(tokens))
-    return torch.zeros_like(ratio, dtype=torch.bool)
+def _ratio(tokens: Tokens) -> torch.Tensor:
+    return importance_ratio(tokens.logprobs, tokens.old_logprobs)
+
+
+class LossTraits(NamedTuple):
+    """What statistics, corrections and passes have to know of a loss."""
+
+    removed: Callable[[Tokens], torch.Tensor]
+    """Mask of the tokens that it clips or masks, or whose weight it caps, bool [T]."""
+    couples_tokens: bool
+    """Whether a token's loss depends on the other tokens of its sample, which must then be in one
+    pass."""
+    masks: bool = False
+    """Whether removed tokens are left out, rather than clipped."""
+    yields: bool = False
+    """Whether a correction's weights replace its ratio. Other losses weigh by pi/mu anyway."""
+
+
+_BUILT_IN: Final[Mapping[LossFunction, LossTraits]] = {
+    ppo_clip: LossTraits(
+        lambda tokens: is_clipped(_ratio(tokens), tokens.advantages, *_clips(tokens)),
+        couples_tokens=False,
+        yields=True,
+    ),
+    gspo: LossTraits(
+        lambda tokens: is_clipped(_gspo_ratio(tokens), tokens.advantages, *_clips(tokens)),
+        couples_tokens=True,
+    ),
+    cispo: LossTraits(lambda tokens: _ratio(tokens) > 1.0 + tokens.clip_high, couples_tokens=False),
+    dppo_mask: LossTraits(
+        lambda tokens: is_outside(
+            tokens.logprobs,
+            tokens.old_logprobs,
+            tokens.advantages,
+            tokens.clip_low,
+            tokens.clip_high,
+        ),
+        couples_tokens=False,
+        masks=True,
+    ),
+}
+LOSSES: Final[Mapping[str, LossFunction]] = {loss.__name__: loss for loss in _BUILT_IN}
+# Nothing is known of a user's loss: what it removes is not counted, and it gets whole samples.
+_OWN: Final = LossTraits(
+    lambda tokens: torch.zeros_like(tokens.logprobs, dtype=torch.bool), couples_tokens=True
+)
+
+
+def traits_of(loss: LossFunction) -> LossTraits:
+    """Return the traits of a built-in loss, or what holds of a user's own."""
+    return _BUILT_IN.get(loss, _OWN)

@@ -26,7 +26,7 @@ from troupe.algorithms.advantages import (
     rloo,
 )
 from troupe.algorithms.corrections import CORRECTIONS, CorrectionFunction, sequence_masked
-from troupe.algorithms.objectives import LOSSES, LossFunction, Tokens, gspo
+from troupe.algorithms.objectives import LOSSES, LossFunction, Tokens, traits_of
 from troupe.algorithms.step_groups import gigpo, hgpo
 from troupe.functions.shipped import opened, using
 from troupe.job import JobSpec
@@ -178,8 +178,8 @@ class AlgorithmFunctions:
     @property
     def couples_tokens(self) -> bool:
         """Whether a token's loss may depend on the other tokens of its sample."""
-        own = isinstance(self.loss, OwnFunction) or isinstance(self.correction, OwnFunction)
-        return own or self.loss is gspo or self.correction is sequence_masked
+        coupled = isinstance(self.correction, OwnFunction) or self.correction is sequence_masked
+        return coupled or traits_of(self.loss).couples_tokens
 
 
 def _function(field: Field, name: str, built_in: Any) -> Any:

@@ -14,10 +14,9 @@ from troupe.algorithms.objectives import (
     LOSSES,
     LossFunction,
     Tokens,
-    dppo_mask,
     importance_ratio,
     ppo_clip,
-    removed_by,
+    traits_of,
 )
 from troupe.contracts import metric_names
 
@@ -130,18 +129,19 @@ class TokenStatistics:
         )
         factors = None if correction is None else correction(given)
         # A correction replaces PPO's clip, unless the clip is relative to recomputed log-probs.
-        if factors is None or loss is not ppo_clip or recomputed:
+        traits = traits_of(loss)
+        if factors is None or not traits.yields or recomputed:
             kept = kept_by(correction, factors, ratio)
-            removed = removed_by(loss, replace(given, logprobs=logprobs, kept=kept))
+            removed = traits.removed(replace(given, logprobs=logprobs, kept=kept))
             self.clipped = self.clipped + removed.sum()
-            if loss is dppo_mask:
+            if traits.masks:
                 masked = removed
         if factors is not None:
             own = correction not in CORRECTIONS.values()
             name = "own" if own else getattr(correction, "__name__", "")
             # The weights that count. With a loss that itself has the weight pi/mu, only the zeros
             # of the built-in masks do.
-            weighs = own or loss is ppo_clip or recomputed
+            weighs = own or traits.yields or recomputed
             cut = factors == 0
             if correction is truncated:
                 cut = importance_ratio(start, behaviour_logprobs) > correction_cap
