@@ -100,16 +100,18 @@ async def go_on(
 async def test_steps_that_compare_with_the_first_version_are_computed_again_with_it(
     stage: TrainingStage, store_address: str
 ) -> None:
-    spec = spec_of(stage, algorithm={"kl_coefficient": 0.1})
-    async with doomed(stage, store_address, "at the commit of version 2") as trainer:
+    # Several steps: in the first one the weights are still those of the first version.
+    spec = spec_of(stage, every=9, algorithm={"kl_coefficient": 1.0})
+    async with doomed(stage, store_address, "after version 5 was published") as trainer:
         first = (await trainer.bind(spec)).checksum
-        await step(stage, trainer, 0)
+        for number in range(4):
+            await step(stage, trainer, number)
         with pytest.raises(TroupeError):
-            await step(stage, trainer, 1)
+            await step(stage, trainer, 4)
     known = await newest(stage, first)
-    assert known.version == 1
+    assert known.version == 4
     assert versions_on_disk(stage) == [0]
-    bound = await (await stage.trainer()).bind(spec, version=1, checksum=known.checksum)
+    bound = await (await stage.trainer()).bind(spec, version=4, checksum=known.checksum)
     assert bound.checksum == known.checksum
 
 
