@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.functions.library.judge import read_score
-from troupe.model_output import (
+from troupe.replies.formats import PARSERS
+from troupe.replies.reading import (
     DEEPEST,
     Parsed,
     read_blocks,
@@ -20,7 +21,6 @@ from troupe.model_output import (
     read_json,
     read_reply,
 )
-from troupe.reply_formats import PARSERS
 from troupe.workflow.environments.adapters.spaces import numbers, rendered
 from troupe.workflow.environments.episode import read_move
 from troupe.workflow.environments.interface import Observation

@@ -20,7 +20,7 @@ from troupe.data.demonstrations import (
     preferences_of,
 )
 from troupe.job import JobSpecError, TasksSpec, load_job
-from troupe.reply_formats import parser_of
+from troupe.replies.formats import parser_of
 from troupe.workflow import Role, Sampling, WorkflowError
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from troupe.functions.library.answers import code_in, json_schema
 from troupe.functions.library.judge import read_score
-from troupe.model_output import read_blocks, read_fenced_json
+from troupe.replies.reading import read_blocks, read_fenced_json
 
 CODE = "def f(n):\n    return n * n\n"
 DOCUMENTED = 'def f(n):\n    """\n    ```\n    f(2)\n    ```\n    """\n    return n * n\n'

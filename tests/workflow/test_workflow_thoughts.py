@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.workflow.stage import CHATML, THINKING, Script, make_agents, make_chat
-from troupe.reply_formats import PARSERS, parser_of
+from troupe.replies.formats import PARSERS, parser_of
 from troupe.workflow import InvalidMessagesError
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.messages import parse_messages

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.model_output import Parsed
-from troupe.reply_formats import PARSERS
+from troupe.replies.formats import PARSERS
+from troupe.replies.reading import Parsed
 from troupe.workflow.messages import call_ids, canonical
 
 ADD: dict[str, Any] = {

@@ -23,8 +23,8 @@ from itertools import takewhile
 from typing import Any, Final, Literal
 
 from troupe.job.sections.run import OfflineSpec, PreferencesSpec, SupervisedSpec
-from troupe.model_output import read_json
 from troupe.outcomes import utf8_text
+from troupe.replies.reading import read_json
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import WorkflowError, shown
 from troupe.workflow.messages import (

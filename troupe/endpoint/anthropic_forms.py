@@ -21,7 +21,7 @@ from troupe.endpoint.openai_forms import (
     event,
     usage,
 )
-from troupe.model_output import read_json
+from troupe.replies.reading import read_json
 from troupe.rpc.ids import new_id
 from troupe.workflow.backend import first_of
 from troupe.workflow.messages import Reply, content_text

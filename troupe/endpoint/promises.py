@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from troupe.endpoint.errors import ApiError, refused
-from troupe.model_output import read_json
+from troupe.replies.reading import read_json
 from troupe.workflow.messages import Reply
 
 # Upper bound of comparisons between a part of a value and a part of a schema.

@@ -24,7 +24,7 @@ import xxhash
 from troupe.chat_templates import TemplateLimitError
 from troupe.chat_templates.chat import TEMPLATE_REMEDY, ChatTemplates
 from troupe.contracts.payloads import Marks
-from troupe.model_output import THINK_TAGS, ThinkTags
+from troupe.replies.reading import THINK_TAGS, ThinkTags
 from troupe.workflow.errors import ChatTemplateError, TooManyTokensError
 from troupe.workflow.messages import (
     AnyMessage,

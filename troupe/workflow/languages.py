@@ -22,7 +22,7 @@ from troupe.contracts.payloads import PayloadKinds
 from troupe.job import JobSpec, ModelSpec, no_directory
 from troupe.job.hub import first_line, hub_problem
 from troupe.outcomes import utf8_text
-from troupe.reply_formats import parser_of
+from troupe.replies.formats import parser_of
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scheduling.defaults import context_of
 from troupe.workflow.backend import EndpointOptions, Sampling

@@ -21,7 +21,6 @@ import xxhash
 
 from troupe.chat_templates import RESERVED_ARGUMENTS
 from troupe.contracts.payloads import Payload, PayloadKinds, mark_of
-from troupe.model_output import ThinkTags, read_json
 from troupe.outcomes import (
     NotFiniteError,
     NotJsonError,
@@ -31,6 +30,7 @@ from troupe.outcomes import (
     safe_text,
     utf8_text,
 )
+from troupe.replies.reading import ThinkTags, read_json
 from troupe.workflow.columns import Columns
 from troupe.workflow.errors import (
     InvalidGroupError,

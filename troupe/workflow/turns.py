@@ -15,7 +15,7 @@ import xxhash
 
 from troupe.contracts import kinds
 from troupe.contracts.payloads import PayloadKinds
-from troupe.reply_formats import PARSERS, ReplyParser
+from troupe.replies.formats import PARSERS, ReplyParser
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
     ENDPOINT_OPTIONS,

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from troupe.functions.declaration import reward
 from troupe.functions.library.code import TEST_FILES, run_pytest
-from troupe.model_output import read_blocks, read_fenced_json, read_json, read_reply
 from troupe.outcomes import shown
+from troupe.replies.reading import read_blocks, read_fenced_json, read_json, read_reply
 
 _SPACE: Final = re.compile(r"\s+")
 _NOT_JSON: Final = object()

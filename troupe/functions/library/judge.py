@@ -26,7 +26,7 @@ import httpx
 from troupe.functions.declaration import reward
 from troupe.functions.library.answers import BadReferenceError, data_of
 from troupe.job.sections.functions import JUDGE_FIELDS
-from troupe.model_output import read_fenced_json, read_reply
+from troupe.replies.reading import read_fenced_json, read_reply
 from troupe.rpc.addresses import host_of, is_loopback_host, without_secrets
 
 # HTTP statuses after which a request is repeated.

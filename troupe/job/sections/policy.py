@@ -32,7 +32,7 @@ from troupe.job.section import (
 )
 from troupe.job.sections.agents import PoolSpec
 from troupe.job.sections.network import NetworkSpec
-from troupe.reply_formats import ParserName, ReasoningName
+from troupe.replies.formats import ParserName, ReasoningName
 from troupe.sampling import MAX_INT
 from troupe.scheduling.defaults import CPU, floating_type
 

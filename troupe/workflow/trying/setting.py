@@ -17,7 +17,7 @@ from troupe.functions.costs import DEFAULTS
 from troupe.functions.library import mcp
 from troupe.job import EngineSpec, FunctionSpec, JobSpec, ModelSpec, load_job
 from troupe.job.sections.functions import ToolSpec
-from troupe.reply_formats import parser_of
+from troupe.replies.formats import parser_of
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT, LONGEST_CONTEXT, context_of
 from troupe.workflow.backend import EndpointOptions, Sampling

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from troupe.model_output import (
+from troupe.replies.reading import (
     THINK_TAGS,
     Call,
     CallSyntax,
