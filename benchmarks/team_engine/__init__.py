@@ -1,0 +1,1 @@
+"""A team on one engine: see `__main__`."""
