@@ -279,22 +279,24 @@ async def updates(team: Team) -> dict[str, Any]:
             except Exception as error:
                 progress(f"a turn failed: {error}")
                 lost += 1
+                await asyncio.sleep(1)  # it may fail at once, again and again
             else:
                 answers.append((name, version, answer))
 
-    players = [asyncio.create_task(player(number)) for number in range(4)]
     first = []
-    for number in range(team.plan.updates):
-        name, version = names[number % len(names)], 1 + number // len(names)
-        await team.prove(name, version)
-        began = time.perf_counter()
-        ref = await asyncio.to_thread(team.published, name, version)
-        await team.engines[name].update_weights(ref, team.transfer)
-        one = await team.turn(name, prompts[name], 1, seed=0)
-        first.append(1000 * (time.perf_counter() - began))
-        answers.append((name, version, one))
-    ended.set()
-    await asyncio.gather(*players)
+    async with asyncio.TaskGroup() as players:  # a failed update ends them
+        for number in range(4):
+            players.create_task(player(number))
+        for number in range(team.plan.updates):
+            name, version = names[number % len(names)], 1 + number // len(names)
+            await team.prove(name, version)
+            began = time.perf_counter()
+            ref = await asyncio.to_thread(team.published, name, version)
+            await team.engines[name].update_weights(ref, team.transfer)
+            one = await team.turn(name, prompts[name], 1, seed=0)
+            first.append(1000 * (time.perf_counter() - began))
+            answers.append((name, version, one))
+        ended.set()
     return {
         "updates": team.plan.updates,
         "first_token_ms": round(statistics.median(first), 1),
