@@ -106,8 +106,9 @@ class SharedBaselines(Recipe):
         errors = tuple(max(_errors(one)) for one in seeds)
         found = [
             Verdict(
-                "measured inflation of E|g_k|^2, divided by (sigma_k^2 + (mu_k - mu)^2) / sigma^2, "
-                f"minus 1 (the largest of both agents and arms): at most {WITHIN:g}, in every seed",
+                "measured inflation of g_k's mean squared norm, divided by (sigma_k^2 + (mu_k - "
+                "mu)^2) / sigma^2, minus 1 (the largest of both agents and arms): at most "
+                f"{WITHIN:g}, in every seed",
                 errors,
                 all(one <= WITHIN for one in errors),
             )
