@@ -21,7 +21,7 @@ import heapq
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, Literal, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -48,10 +48,8 @@ POLICIES: Final[Mapping[str, Routing]] = {
 }
 """By `agents.X.pool.routing.policy` of a job."""
 
-if TYPE_CHECKING:
-    Policy = str
-else:
-    Policy = Literal[tuple(POLICIES)]
+Policy: TypeAlias = str
+"""A name in `POLICIES`."""
 
 # A conversation that moves to another engine is read again from its beginning. Staying pays while
 # the extra wait is shorter than that: up to half more work than the least loaded engine has, plus

@@ -7,7 +7,7 @@ and editors show it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -20,7 +20,11 @@ from troupe.sampling import (
     engine_top_k,
 )
 from troupe.scheduling.routing import LEAST_WORK, POLICIES
-from troupe.scheduling.routing import Policy as RoutingPolicy
+
+if TYPE_CHECKING:
+    RoutingPolicy = str
+else:
+    RoutingPolicy = Literal[tuple(POLICIES)]
 
 
 class AffinitySpec(Section):
