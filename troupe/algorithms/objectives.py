@@ -226,7 +226,7 @@ def _ratio(tokens: Tokens) -> torch.Tensor:
 
 
 class LossTraits(NamedTuple):
-    """What statistics, corrections and passes have to know of a loss."""
+    """Properties of a loss that statistics, corrections and passes read."""
 
     removed: Callable[[Tokens], torch.Tensor]
     """Mask of the tokens that it clips or masks, or whose weight it caps, bool [T]."""

@@ -74,10 +74,10 @@ async def stop_process_async(process: AsyncProcess, seconds: float, *, group: bo
     try:
         async with asyncio.timeout(seconds):
             # `wait` of asyncio also waits for pipes, which children that the process leaves hold.
-            while group and process.returncode is None:  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_SECONDS)
             if not group:
                 await process.wait()
+            while process.returncode is None:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_SECONDS)
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

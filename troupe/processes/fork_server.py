@@ -62,8 +62,8 @@ class ForkRequest:
 
 @dataclass(frozen=True)
 class _State:
-    """What a server keeps when it replaces itself. `others`: servers that this process has
-    forked."""
+    """State of a server, which it keeps when it replaces itself. `others`: servers that this
+    process has forked."""
 
     control: int
     modules: list[str]

@@ -1,2 +1,2 @@
-"""What is in a model's reply: `reading` finds thoughts, tool calls, JSON and code blocks; `formats`
-lists how families of models write them."""
+"""Replies of models: `reading` finds thoughts, tool calls, JSON and code blocks; `formats` lists
+how families of models write them."""

@@ -1,4 +1,4 @@
-"""Who may call a service: what callers send as `authorization`, and its check.
+"""Authentication of callers: the header `authorization` that they send, and its check.
 
 gRPC services, the transfer service and the panel share it. Another method is a class with `admits`,
 and what its callers send.

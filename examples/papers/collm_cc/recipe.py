@@ -131,7 +131,7 @@ class TeamCritic(Recipe):
         )
         found.append(
             Verdict(
-                f"explained variance of `team_{LONG}` minus that of `agent_{LONG}`, second half: "
+                f"explained variance of `team_{LONG}` minus `agent_{LONG}`'s, second half: "
                 f"mean at least {EXPLAINED:g}",
                 more,
                 estimated(more).mean >= EXPLAINED,
@@ -141,7 +141,7 @@ class TeamCritic(Recipe):
             apart = tuple(one.end("team_1") / one.end(f"{other}_1") - 1 for one in seeds)
             found.append(
                 Verdict(
-                    f"right answers of `team_1` divided by those of `{other}_1`, minus 1: mean "
+                    f"share of right answers of `team_1`, divided by `{other}_1`'s, minus 1: mean "
                     f"within {NEAR:g}",
                     apart,
                     abs(estimated(apart).mean) <= NEAR,
