@@ -37,6 +37,10 @@ class CrashingDatabase(Database):
         """Die no more."""
         self._fatal = 0
 
+    async def _load_scripts(self) -> None:
+        for script in self._scripts.values():  # no primaries to address: it is one server
+            await self._redis.execute_command("SCRIPT LOAD", script.text)
+
     async def call_each(
         self, commands: Sequence[Sequence[Any]], *, keep_mistyped: bool = False
     ) -> list[Any]:
