@@ -357,8 +357,8 @@ class PairExchange:
     async def exchange(
         self, request: store_pb.ExchangePairSumsRequest, wait_seconds: float
     ) -> store_pb.ExchangePairSumsResponse:
-        """Keep a policy's sums, and return those over all policies, or, after at most
-        `wait_seconds`, the policies that are missing.
+        """Keep a policy's sums, if the request has them, and return those over all policies, or,
+        after at most `wait_seconds`, the policies that are missing.
 
         Raises `FailedPrecondition` of kind `claim_lost` when the claimant has lost a claim, or the
         step is committed.
@@ -366,8 +366,9 @@ class PairExchange:
         job, policy, step = request.job_id, request.policy, request.step
         await self._tables.check_policy(job, policy)
         deadline = time.monotonic() + wait_seconds
+        mine = [request.sums.SerializeToString()] if request.HasField("sums") else []
         outcome, *rest = await self._steps.on_table(
-            "give_pair_sums", job, policy, step, request.claimant, request.sums.SerializeToString()
+            "give_pair_sums", job, policy, step, request.claimant, *mine
         )
         if outcome == b"lost":
             raise lost("", cause_text(rest[0]), claimant=request.claimant)

@@ -301,19 +301,24 @@ class StepClaims:
 
         Raises FailedPrecondition of kind "claim_lost".
         """
+        missing: Sequence[str] = [self._where["policy"]]
         while True:
+            # Once the store has them, it is only asked: they may be megabytes, and others take
+            # long.
+            given = self._where["policy"] not in missing
             request = store_pb.ExchangePairSumsRequest(
                 **self._where,
                 request_id=new_id("pairs"),
                 claimant=self.claimant,
-                sums=sums,
+                sums=None if given else sums,
                 wait_seconds=wait,
             )
             answer: store_pb.ExchangePairSumsResponse = await self._repeated(
                 self._stub.ExchangePairSums, request, timeout=wait + _SLACK_SECONDS
             )
-            note(answer.missing)
-            if not answer.missing:
+            missing = answer.missing
+            note(missing)
+            if not missing:
                 return answer.sums
 
     async def keep_rows(

@@ -37,7 +37,7 @@ def sums_of(*pairs: tuple[str, float]) -> store_pb.PairSums:
 async def give(
     stage: Stage,
     policy: str,
-    sums: store_pb.PairSums,
+    sums: store_pb.PairSums | None,
     *,
     claimant: str = "trainer",
     wait: float = 0.0,
@@ -93,6 +93,19 @@ async def test_a_trainer_that_begins_the_step_again_gets_the_sums_that_others_ha
     # By rounding it may compute others.
     again = await give(stage, first, sums_of(("a", 1.0 + 1e-9)), claimant="other")
     assert again == before
+
+
+async def test_a_policy_that_has_given_its_sums_waits_without_them(stage: Stage) -> None:
+    first, second = stage.policies
+    # Whoever has given none yet is named, too: it has to.
+    assert list((await give(stage, first, None)).missing) == [first, second]
+    assert await given(stage) == {first: False, second: False}
+    await give(stage, first, sums_of(("a", 1.0)))
+    waiting = asyncio.create_task(give(stage, first, None, wait=PATIENCE))
+    await stage.until_waiting()
+    other = await give(stage, second, sums_of(("a", 2.0)))
+    assert await waiting == other
+    assert [one.chosen for one in other.sums.pairs] == [3.0]
 
 
 async def test_policies_without_pairs_are_waited_for_too(stage: Stage) -> None:

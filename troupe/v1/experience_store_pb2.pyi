@@ -1376,6 +1376,7 @@ class ExchangePairSumsRequest(_message.Message):
     def sums(self) -> Global___PairSums:
         """Of all pairs in which the policy has replies. The first ones that a policy gives for a step
         stay, so that all trainers learn from the same sums, however often one begins the step again.
+        Absent in a later call that only waits, unless the answer named the policy itself as missing.
         """
 
     def __init__(
