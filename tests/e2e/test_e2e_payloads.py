@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import EngineResponse
@@ -26,8 +26,17 @@ from services.trainer.state.suspension import pack_rows, unpack_rows
 from tests.experience_store.test_store_process import Process
 from tests.support.experience_client import Client
 from tests.support.scripted_engine import Script, ScriptedEngine
-from tests.support.training import VOCABULARY, make_rollout, make_spec, save_tokenizer, tiny_config
-from troupe.contracts.payloads import INLINE_BYTES, Payload, PayloadKinds, Payloads, PlacedPayload
+from tests.support.seeing_model import (
+    KIND,
+    TOKENS,
+    SeeingConfig,
+    SeeingModel,
+    payload,
+    seeing_config,
+    stand_ins,
+)
+from tests.support.training import VOCABULARY, make_rollout, make_spec, save_tokenizer
+from troupe.contracts.payloads import INLINE_BYTES, Payload, PayloadKinds, PlacedPayload
 from troupe.job import JobSpec
 from troupe.prefixes import restore, share
 from troupe.rpc import ClientSettings, FailedPrecondition, connect, new_id
@@ -40,33 +49,7 @@ from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.samples import rows_of
 from troupe.workflow.turns import Role
 
-KIND = "bytes/test"
-STAND_IN = 7
-TOKENS = 40
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-def stand_ins(payload: Payload) -> Sequence[int]:
-    return [STAND_IN] * min(TOKENS, len(payload.data))
-
-
-class SeeingModel(Qwen3ForCausalLM):
-    """A tiny model for which each token of a payload is one of its bytes."""
-
-    payload_kinds = frozenset({KIND})
-
-    def forward(  # type: ignore[override]
-        self, input_ids: torch.Tensor | None = None, payloads: Payloads = (), **how: Any
-    ) -> Any:
-        embedded = self.get_input_embeddings()(input_ids)
-        seen = torch.zeros(embedded.shape[0] * embedded.shape[1], dtype=torch.long)
-        for placed in payloads:
-            values = np.frombuffer(placed.payload.data[: placed.tokens], np.uint8).astype(np.int64)
-            end = placed.position + placed.tokens
-            seen[placed.position : end] = torch.from_numpy(values % VOCABULARY)
-        shown = self.get_input_embeddings()(seen).reshape(embedded.shape)
-        mask = (seen > 0).reshape(*embedded.shape[:2], 1)
-        return super().forward(inputs_embeds=torch.where(mask, shown, embedded), **how)
 
 
 class SeeingEngine(ScriptedEngine):
@@ -116,9 +99,9 @@ def chat(tmp_path: Path) -> ChatTokenizer:
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    config = tiny_config()
+    config = seeing_config()
     del config["model_type"]
-    return SeeingModel(Qwen3Config(**config)).eval()
+    return SeeingModel(SeeingConfig(**config)).eval()
 
 
 @pytest.fixture
@@ -135,11 +118,6 @@ async def play(agents: Agents, seen: Sequence[Payload]) -> None:
     said = await agents["solver"].chat([first])
     then = {"role": "user", "content": [seen[1], "now?"]}
     await agents["solver"].chat([first, said, then])
-
-
-def payload(number: int, size: int = TOKENS) -> Payload:
-    data = np.random.default_rng(number).integers(1, VOCABULARY, size).astype(np.uint8)
-    return Payload(KIND, "application/octet-stream", data.tobytes())
 
 
 async def test_a_payload_is_trained_once_as_the_engine_saw_it_although_the_store_dies(

@@ -5,6 +5,11 @@ policy's engine declares for its kind stand for it (`PayloadKinds`), and from th
 with the token ids (`TokenIds.payloads`): to the engine, into the sample, and to the forward pass of
 the trainer, whose model declares the kinds that it takes. Everything between passes payloads on
 without looking into them. A payload is known by the hash of its content.
+
+A model of the trainer has the kinds in `payload_kinds`, and its `forward` gets a pass's payloads as
+`payloads`. In a gang a rank may get an empty tuple, when only other ranks have payloads in a pass:
+the ranks gather the weights of each module together, so the model then runs the modules that only
+payloads pass through, such as an encoder of images, on a stand-in that changes nothing.
 """
 
 from __future__ import annotations

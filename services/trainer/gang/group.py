@@ -27,8 +27,10 @@ import math
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +49,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 from services.trainer.compute import give_back_memory
 from services.trainer.gang.gang import Frame
+from services.trainer.gang.payloads import RankPayloads
 from services.trainer.learning.ranks import (
     ELSEWHERE,
     PassTooLarge,
@@ -59,9 +62,13 @@ from services.trainer.learning.ranks import (
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.packing import PackedBatch, Slices
 from troupe.disks import SLOWEST_BYTES_PER_SECOND
+from troupe.rpc import DeadlineExceeded, TroupeError, from_status, to_status
 
 # Bytes per parameter of a policy and its critic: the weight and two moments in float32.
 _STATE_BYTES: Final = 24
+# Seconds between the exchanges of ranks that work `together`.
+_EXCHANGE_SECONDS: Final = 0.2
+_FIRST_SECONDS: Final = 0.01
 
 
 def spans(lengths: Sequence[int], size: int) -> list[range]:
@@ -108,10 +115,13 @@ class GangBatches(RankBatches):
         self._settle()
         stop = self._asked_to_stop() or (self._stop is not None and self._stop.is_set())
         keeps = bool(self._left) and self._left[-1].keeps
-        mine = [bool(self._left), stop, bool(self.problem), bool(self._shortage), keeps]
+        sees = bool(self._left) and self._left[-1].payloads is not None
+        mine = [bool(self._left), stop, bool(self.problem), bool(self._shortage), keeps, sees]
         flags = torch.tensor(mine, dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        more, stop, broken, short, self.keeping = (bool(flag) for flag in flags.tolist())
+        more, stop, broken, short, self.keeping, sees = (bool(flag) for flag in flags.tolist())
+        # Pieces have no payloads.
+        self.seeing = sees and not self.keeping
         if stop:
             raise Stopped
         if short:
@@ -122,7 +132,10 @@ class GangBatches(RankBatches):
         if not more:
             raise StopIteration
         # Passes with gradients and without have other collectives: all ranks make one kind.
-        return self._pop() if self._left and keeps == self.keeping else None
+        if not self._left or keeps != self.keeping:
+            return None
+        batch = self._pop()
+        return replace(batch, payloads=()) if self.seeing and batch.payloads is None else batch
 
     def run(self, compute: Callable[[], T], smallest: Callable[[], object]) -> T | None:
         self._collectives.begin()
@@ -175,6 +188,8 @@ class GangGroup(RankGroup):
         # one's shards in all blocks, None where weights are sharded over all ranks.
         self._blocks: dict[int, DeviceMesh] = {}
         self._peers: dist.ProcessGroup | None = None
+        # Contents of the payloads of the policy's rows.
+        self.payloads = RankPayloads()
         # Whether the hosts of all ranks share the data directory of rank 0's.
         self.shares_disk = self._shares_disk(data_dir)
 
@@ -213,6 +228,31 @@ class GangGroup(RankGroup):
         found.mesh, found._peers = blocks["rank"], blocks.get_group("replica")
         found.replicas, found.replica = replicas, self.rank // each
         return found
+
+    def with_payloads(self) -> GangGroup:
+        """Return the same group for a policy with payloads of its own."""
+        found = copy.copy(self)
+        found.payloads = RankPayloads()
+        return found
+
+    def planned(self, make: Callable[[], Sequence[PackedBatch]]) -> Sequence[PackedBatch]:
+        """Return the batches that `make` makes for this rank, with the contents of their payloads,
+        once all ranks have theirs; all ranks call it.
+
+        A `TroupeError` of one rank is raised on all. Raises DeadlineExceeded as `together`.
+        """
+
+        def read(progress: LoadProgress) -> list[PackedBatch]:
+            batches = make()
+            several = [batch.payloads or () for batch in batches]
+            progress.total = self.payloads.missing_bytes(itertools.chain(*several))
+            filled = self.payloads.filled(several, progress.add)
+            return [
+                replace(batch, payloads=payloads) if payloads else batch
+                for batch, payloads in zip(batches, filled, strict=True)
+            ]
+
+        return together(self, "reading payloads", read)
 
     def sum_over_replicas(self, tensors: Sequence[torch.Tensor]) -> None:
         """Add this rank's part of each tensor to those of the other replicas, in place."""
@@ -358,6 +398,71 @@ class GangGroup(RankGroup):
         return [
             one[: int(length)].numpy().tobytes() for one, length in zip(found, lengths, strict=True)
         ]
+
+
+class LoadProgress:
+    """Bytes that a rank has to load and has loaded; `add` ends an abandoned load."""
+
+    def __init__(self) -> None:
+        self.total, self.done = 0, 0
+        self.given_up = threading.Event()
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that have been loaded. Raises TimeoutError once another rank has failed."""
+        self.done += nbytes
+        if self.given_up.is_set():
+            raise TimeoutError("another rank of the gang could not do its part")
+
+
+def together(group: GangGroup, what: str, work: Callable[[LoadProgress], T]) -> T:
+    """Call `work` on all ranks at once, and wait for all of them; all ranks must call this.
+
+    Meanwhile ranks exchange their progress, so that the time limit of a working rank depends on its
+    bytes, and a dead rank is noticed within the gang's timeout. A `TroupeError` of one rank is
+    raised on all. Raises DeadlineExceeded of kind "gang_load_slow".
+    """
+    progress, found, problems = LoadProgress(), [], []
+
+    def run() -> None:
+        try:
+            found.append(work(progress))
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=run, name="load", daemon=True)
+    thread.start()
+    began, pause = time.monotonic(), _FIRST_SECONDS
+    while True:
+        thread.join(pause)
+        pause = min(_EXCHANGE_SECONDS, 2 * pause)
+        elapsed = int(time.monotonic() - began) if group.rank == 0 else 0
+        ended = not thread.is_alive()
+        mine = [progress.done, progress.total, ended, ended and bool(problems), elapsed]
+        done, total, finished, failed, seconds = group.summed(torch.tensor(mine)).tolist()
+        group.report_load(done, total)
+        if finished == group.size:
+            break
+        limit = group.timeout_seconds + total / SLOWEST_BYTES_PER_SECOND
+        if failed or seconds > limit:
+            progress.given_up.set()
+        if seconds > limit + group.timeout_seconds:
+            raise DeadlineExceeded(
+                f"{what}: {done:,} of {total:,} bytes were moved in {seconds} s",
+                kind="gang_load_slow",
+                remedy="Keep models on a disk of the trainers' hosts, or a faster share; look for "
+                "a host with a slow disk or network.",
+            )
+    problem = next(iter(problems), None)
+    refusal = to_status(problem) if isinstance(problem, TroupeError) else None
+    statuses = group.gather(b"" if refusal is None else refusal.SerializeToString())
+    for status in statuses:
+        if status:
+            raise from_status(status)
+    if problem is not None:
+        raise problem
+    if failed:
+        raise TimeoutError(f"{what}: another rank of the gang could not do its part")
+    return found[0]
 
 
 # Ranks that divide the tokens of each pass.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -24,7 +26,7 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.compute import gpu_memory
 from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, Loaded, encode_rows
 from services.trainer.gang.gathering import gathered, nbytes_of, whole
-from services.trainer.gang.group import GangGroup
+from services.trainer.gang.group import GangGroup, LoadProgress, together
 from services.trainer.gang.loading import (
     ShardedBase,
     adapt,
@@ -33,6 +35,7 @@ from services.trainer.gang.loading import (
     on_device,
     shared_base,
 )
+from services.trainer.gang.payloads import RankPayloads, StepPayloads
 from services.trainer.gang.sharded_state import (
     described,
     empty_state,
@@ -59,7 +62,7 @@ from services.trainer.learning.model import (
 )
 from services.trainer.learning.optimizer import Moments
 from services.trainer.learning.passes import configure_model
-from services.trainer.learning.samples import Load, Row, columns_of, parse_rows
+from services.trainer.learning.samples import GroupBuffer, Load, Row, columns_of, parse_rows
 from services.trainer.state.parts import PARTS, Box, StoredParts, store_part
 from services.trainer.state.suspension import PooledParameters, split_fields, state_keys, under
 from services.trainer.state.training_state import (
@@ -92,6 +95,8 @@ _WRITTEN_SECONDS = 0.2
 _PREPARE_SECONDS = 0.2
 # Orders after which the weights may be others.
 _CHANGING: Final = frozenset({"apply", "receive", "load", "resume", "open"})
+# Orders after which ranks have no rows of earlier ones.
+_ENDING: Final = _CHANGING | {"discard"}
 # Tensors that ranks gather.
 What: TypeAlias = Literal["published", "weights", "moments", "base"]
 
@@ -148,7 +153,7 @@ class RankLearner(Learner):
         """Create the rank's learner. `double`: in float64, for proofs; `replicas`: hosts of
         which each has all weights; `options`: those of `Learner`."""
         own = spec.policies[policy]
-        group = group.replicated(replicas).divided(own.trainer.context_parallel)
+        group = group.replicated(replicas).divided(own.trainer.context_parallel).with_payloads()
         self._group, self._double, self._device = group, double, device
         self._spec, self._policy_name = spec, policy
         self._half = own.language_model.weight_dtype == "bfloat16"
@@ -321,12 +326,33 @@ class RankLearner(Learner):
         """
         sums = self._step.sums
         mine = sums.tokens = self._group.merged(sums.tokens)
+        self._fill_payloads()
         if self._critic is not None:
             self._critic.leave_statistics(here=self._group.rank == 0)
         tensors, values = self.suspended()
         if self._group.rank:
             sums.tokens = type(mine)()  # rank 0 has the merged sums now
         return store_shards(self._group, transfer, key, tensors), values
+
+    def _fill_payloads(self) -> None:
+        """Let rank 0, whose rows are stored, have the contents of the payloads of rows that are
+        held back."""
+        sums, payloads = self._step.sums, self.payloads
+        rows = [*sums.held, *sums.groups.waiting]
+        if not any(row.payloads for row in rows):  # as on all ranks
+            return
+
+        def read(progress: LoadProgress) -> list[Row]:
+            if self._group.rank:
+                return rows
+            several = [row.payloads for row in rows]
+            progress.total = payloads.missing_bytes(itertools.chain(*several))
+            filled = payloads.filled(several, progress.add)
+            return [replace(row, payloads=some) for row, some in zip(rows, filled, strict=True)]
+
+        found, held = together(self._group, "reading payloads", read), len(sums.held)
+        sums.held, sums.groups = found[:held], GroupBuffer()
+        sums.groups.add(found[held:])
 
     def resume(self, transfer: HostTransfer, stored: StoredParts, values: dict[str, Any]) -> None:
         """Continue from the state that a gang or a single device has suspended."""
@@ -339,6 +365,20 @@ class RankLearner(Learner):
             if self._critic is not None:
                 found, values = self._critic.without_statistics(found, values)
         self.adopt(found, values)
+
+    @property
+    def payloads(self) -> RankPayloads:
+        """Contents of the payloads of the step's rows."""
+        return self._group.payloads
+
+    def discard(self) -> None:
+        """Discard the current step: gradients, statistics, rows, contents of payloads."""
+        super().discard()
+        self.forget_payloads()
+
+    def forget_payloads(self) -> None:
+        """Forget contents of payloads; the lead deletes those of its host."""
+        self.payloads.forget(fetched=self._group.host > 0)
 
     def _brought(self, transfer: HostTransfer, stored: StoredParts) -> Tensors:
         """Return this rank's shards of a stored state, whose parts are then deleted."""
@@ -509,6 +549,7 @@ class GangLearner(PolicyLearner[Row]):
         # The last result of `published`, unless the weights have changed since.
         self._published: weakref.ref[_Published] | None = None
         self._hosts = hosts
+        self._payloads = StepPayloads(lambda: gangs.transfer, key)
         gangs.check(policy, self._size, hosts)
         self._open()
 
@@ -580,12 +621,14 @@ class GangLearner(PolicyLearner[Row]):
             longest=self._longest,
             routing=self._routing,
             user_columns=self._job.algorithm.user_columns,
+            payload_kinds=self._payload_kinds,
         )
 
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
         """Add the gradient of these rows' summed loss. Raises `Stopped` between passes."""
+        rows, found_at = self._payloads.store(rows)
         described, data = encode_rows(rows)
-        self._order("accumulate", data, stop, rows=described)
+        self._order("accumulate", data, stop, rows=described, **found_at)
 
     def complete(self, stop: threading.Event | None = None) -> None:
         """Add the gradients of rows that were held back. Raises `Stopped`."""
@@ -723,6 +766,7 @@ class GangLearner(PolicyLearner[Row]):
         """Remove the policy from its ranks; `restore`, `load` and `adopt` bring it back."""
         self._left = True
         self._gangs.forget(self._gang, self._key)
+        self._payloads.drop()
         return []
 
     # Ranks.
@@ -754,6 +798,7 @@ class GangLearner(PolicyLearner[Row]):
             )
             self.vocabulary: int = answer.header["vocabulary"]
             self._num_parameters: int = answer.header["parameters"]
+            self._payload_kinds: list[str] = answer.header["payload_kinds"]
             self._base_checksum: str = answer.header["base"]
             self._shares_disk: bool = answer.header["shares_disk"]
             if self._reference is not None:
@@ -781,7 +826,10 @@ class GangLearner(PolicyLearner[Row]):
     ) -> Any:
         if name in _CHANGING:
             self._published = None
-        return self._gang.order(name, body, stop, key=self._key, **header)
+        answer = self._gang.order(name, body, stop, key=self._key, **header)
+        if name in _ENDING:
+            self._payloads.drop()
+        return answer
 
     def _hand_over(self, name: str, tensors: Mapping[str, torch.Tensor], **header: Any) -> None:
         """Give whole tensors to the ranks, each of which reads its part."""

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -33,7 +31,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from services.trainer.gang.experts import ExpertDivision, check_divisible
 from services.trainer.gang.gathering import gathered, in_lockstep, nbytes_of, whole
-from services.trainer.gang.group import GangGroup
+from services.trainer.gang.group import GangGroup, LoadProgress, together
 from services.trainer.gang.sharded_state import as_shard
 from services.trainer.learning.critic import ValueHead
 from services.trainer.learning.lora import Adapter, base_source, described_adapter, inject
@@ -51,16 +49,10 @@ from troupe.checkpoints.reading import StoredTensors, checkpoint_folder, weight_
 from troupe.checkpoints.reference import compute_buffers
 from troupe.checkpoints.tensors import claims_tied, fitted, untied
 from troupe.checkpoints.verifying import verify
-from troupe.disks import SLOWEST_BYTES_PER_SECOND
 from troupe.job import LoraSpec, ModelSpec, PolicySpec
-from troupe.rpc import DeadlineExceeded, TroupeError, from_status, to_status
+from troupe.rpc import TroupeError
 from troupe.transfer import DeferredTensors
 from troupe.transfer.checksum import bytes_checksum, combine, dtype_name, host_bytes
-
-T = TypeVar("T")
-# Seconds between the exchanges of ranks that load.
-_EXCHANGE_SECONDS: Final = 0.2
-_FIRST_SECONDS: Final = 0.01
 
 
 def shard(
@@ -97,71 +89,6 @@ def shard(
             # Gloo can only sum, and a sum is bitwise the same without pre-division.
             part.set_force_sum_reduction_for_comms(True)
     return module
-
-
-class LoadProgress:
-    """Bytes that a rank has to load and has loaded; `add` ends an abandoned load."""
-
-    def __init__(self) -> None:
-        self.total, self.done = 0, 0
-        self.given_up = threading.Event()
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes that have been loaded. Raises TimeoutError once another rank has failed."""
-        self.done += nbytes
-        if self.given_up.is_set():
-            raise TimeoutError("another rank of the gang could not do its part")
-
-
-def together(group: GangGroup, what: str, work: Callable[[LoadProgress], T]) -> T:
-    """Call `work` on all ranks at once, and wait for all of them; all ranks must call this.
-
-    Meanwhile ranks exchange their progress, so that the time limit of a working rank depends on its
-    bytes, and a dead rank is noticed within the gang's timeout. A `TroupeError` of one rank is
-    raised on all. Raises DeadlineExceeded of kind "gang_load_slow".
-    """
-    progress, found, problems = LoadProgress(), [], []
-
-    def run() -> None:
-        try:
-            found.append(work(progress))
-        except BaseException as error:
-            problems.append(error)
-
-    thread = threading.Thread(target=run, name="load", daemon=True)
-    thread.start()
-    began, pause = time.monotonic(), _FIRST_SECONDS
-    while True:
-        thread.join(pause)
-        pause = min(_EXCHANGE_SECONDS, 2 * pause)
-        elapsed = int(time.monotonic() - began) if group.rank == 0 else 0
-        ended = not thread.is_alive()
-        mine = [progress.done, progress.total, ended, ended and bool(problems), elapsed]
-        done, total, finished, failed, seconds = group.summed(torch.tensor(mine)).tolist()
-        group.report_load(done, total)
-        if finished == group.size:
-            break
-        limit = group.timeout_seconds + total / SLOWEST_BYTES_PER_SECOND
-        if failed or seconds > limit:
-            progress.given_up.set()
-        if seconds > limit + group.timeout_seconds:
-            raise DeadlineExceeded(
-                f"{what}: {done:,} of {total:,} bytes were moved in {seconds} s",
-                kind="gang_load_slow",
-                remedy="Keep models on a disk of the trainers' hosts, or a faster share; look for "
-                "a host with a slow disk or network.",
-            )
-    problem = next(iter(problems), None)
-    refusal = to_status(problem) if isinstance(problem, TroupeError) else None
-    statuses = group.gather(b"" if refusal is None else refusal.SerializeToString())
-    for status in statuses:
-        if status:
-            raise from_status(status)
-    if problem is not None:
-        raise problem
-    if failed:
-        raise TimeoutError(f"{what}: another rank of the gang could not do its part")
-    return found[0]
 
 
 class MetaTensor:

@@ -159,7 +159,9 @@ class Rank:
         if name == "prepare":
             return {"ready": self._prepare(header)}
         if name in ("open", "close"):
-            self._members.pop(key, None)
+            if (left := self._members.pop(key, None)) is not None:
+                left.forget_payloads()
+            del left
             self._drop_copy(key)
             gc.collect()  # FSDP's modules and their hooks refer to one another
             give_back_memory()
@@ -171,6 +173,8 @@ class Rank:
         path = Path(header["path"]) if "path" in header and self._channel is not None else None
         match name:
             case "accumulate":
+                if "payloads" in header:
+                    member.payloads.find(self._transfer, header["payloads"])
                 member.accumulate(decode_rows(header["rows"], order.body))
             case "complete":
                 member.complete()
@@ -292,6 +296,7 @@ class Rank:
         return {
             "vocabulary": member.vocabulary,
             "parameters": member.num_parameters,
+            "payload_kinds": sorted(member.payload_kinds),
             "base": "" if member.base is None else member.base.checksum,
             "shares_disk": self._group.shares_disk,
         }

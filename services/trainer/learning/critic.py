@@ -123,7 +123,7 @@ class Critic:
         batches = self._pack(views, stop, False)
         with torch.no_grad():
             for batch in batches:
-                smallest = functools.partial(self._keep_elsewhere, batch)
+                smallest = functools.partial(self._keep_elsewhere, batch, batches.seeing)
                 if batch is None:
                     batches.run(smallest, smallest)
                     continue
@@ -162,11 +162,11 @@ class Critic:
         found = []
         for packed in batches:
             if batches.keeping:
-                elsewhere = functools.partial(self._keep_elsewhere, packed)
+                elsewhere = functools.partial(self._keep_elsewhere, packed, batches.seeing)
                 keep = elsewhere if packed is None else functools.partial(self._keep, packed)
                 batches.run(keep, elsewhere)
                 continue
-            smallest = functools.partial(self._smallest_pass, packed)
+            smallest = functools.partial(self._smallest_pass, packed, batches.seeing)
             if packed is None:
                 batches.run(smallest, smallest)
                 continue
@@ -197,9 +197,11 @@ class Critic:
         torch.autograd.backward(loss)
         return problem, values.detach()
 
-    def _smallest_pass(self, instead: PackedBatch | None) -> None:
-        """Take part in a pass of other ranks; `instead`: the batch that this one gave up."""
-        torch.autograd.backward(self._values(one_token(self._device, instead)).sum() * 0.0)
+    def _smallest_pass(self, instead: PackedBatch | None, seeing: bool) -> None:
+        """Take part in a pass of other ranks; `instead`: the batch that this one gave up; `seeing`:
+        as for `one_token`."""
+        one = one_token(self._device, instead, seeing=seeing)
+        torch.autograd.backward(self._values(one).sum() * 0.0)
 
     def _states(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return `rows` with a response token for each state that has a value: with `values: turn`
@@ -335,9 +337,9 @@ class Critic:
         """Run a piece for its keys and values."""
         self._values(batch.to(self._device))
 
-    def _keep_elsewhere(self, instead: PackedBatch | None) -> None:
+    def _keep_elsewhere(self, instead: PackedBatch | None, seeing: bool) -> None:
         """Like `_smallest_pass`, without gradients."""
-        self._keep(one_token(self._device, instead))
+        self._keep(one_token(self._device, instead, seeing=seeing))
 
     def _view(self, row: Row) -> Row:
         """Return the critic's input row: the team's context, if observed, is put before the
@@ -356,8 +358,12 @@ class Critic:
         if self._positions:
             room = min(room, max(0, self._positions - len(row.ids)))
         context = row.context[max(0, len(row.context) - room) :]
-        ids = np.concatenate([context, row.ids])
-        return replace(row, ids=ids, prompt_length=row.prompt_length + len(context))
+        return replace(
+            row,
+            ids=np.concatenate([context, row.ids]),
+            prompt_length=row.prompt_length + len(context),
+            payloads=tuple(placed.moved(len(context)) for placed in row.payloads),
+        )
 
     def _values(self, batch: PackedBatch) -> torch.Tensor:
         """Return V(s_t) of the batch's N tokens, [N]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +68,8 @@ class TrainedModel:
         )
         self.dtype = self.parameters[0].dtype
         self.vocabulary = int(module.get_input_embeddings().weight.shape[0])
+        # The kinds of payloads that the model's forward pass takes as `payloads`.
+        self.payload_kinds: Collection[str] = getattr(module, "payload_kinds", ())
         # Distinct parameters, frozen ones included.
         self.num_parameters: int = sum(p.numel() for p in self.module.parameters())
         # The frozen weights under an adapter; None where all weights are trained.
@@ -375,7 +377,7 @@ def _narrow(hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 def _call(model: Any, batch: PackedBatch) -> torch.Tensor:
     own: dict[str, Any] = {} if batch.packing is None else {"packing": batch.packing}
-    if batch.payloads:
+    if batch.payloads is not None:
         own["payloads"] = batch.payloads
     output = model(
         input_ids=batch.input_ids,

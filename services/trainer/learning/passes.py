@@ -449,7 +449,9 @@ class Passes:
                     keep = functools.partial(self._keep, self._own_model, batch, columns, teacher)
                 batches.run(keep, elsewhere)
                 continue
-            smallest = functools.partial(self._empty_pass, teacher, batch, self._merges(batch))
+            smallest = functools.partial(
+                self._empty_pass, teacher, batch, self._merges(batch), batches.seeing
+            )
             if batch is None or columns is None:
                 batches.run(smallest, smallest)
                 continue
@@ -480,7 +482,10 @@ class Passes:
         tokens, layout = self.budget.tokens, self._layout
         cut = self._uncut * tokens if self._cuts else None
         coupled = gradients and self._losses.couples_tokens
-        batches = plan(rows, tokens, cut=cut, gradients=gradients, coupled=coupled, **layout)
+        make = functools.partial(
+            plan, rows, tokens, cut=cut, gradients=gradients, coupled=coupled, **layout
+        )
+        batches = self._ranks.planned(make) if self._model.payload_kinds else make()
         return self.budget.planned(batches, cuts=self._cuts)
 
     @property
@@ -652,10 +657,13 @@ class Passes:
         scaled = distillation.coefficient * weights
         return Teaching(model.teachers[teacher], scaled, temperatures, self._ranks.size > 1)
 
-    def _empty_pass(self, teacher: str, instead: PackedBatch | None, merges: bool) -> None:
+    def _empty_pass(
+        self, teacher: str, instead: PackedBatch | None, merges: bool, seeing: bool
+    ) -> None:
         """Take part in a pass of other ranks: without rows, if they have one more batch, or instead
-        of a batch that this rank gave up. `merges`: that pass began with merging scores."""
-        batch = one_token(self._model.device, instead)
+        of a batch that this rank gave up. `merges`: that pass began with merging scores; `seeing`:
+        as for `one_token`."""
+        batch = one_token(self._model.device, instead, seeing=seeing)
         temperatures = torch.ones((1, 1), dtype=self._model.dtype, device=self._model.device)
         if self._penalised and self._own_model.reference is not None:
             with self._autocast():
@@ -698,14 +706,14 @@ class Passes:
                 )
             return (scores - theirs).to("cpu", torch.float64)
 
-        def elsewhere(batch: PackedBatch | None) -> torch.Tensor:
-            return gaps(one_token(self._model.device, batch))
+        def elsewhere(batch: PackedBatch | None, seeing: bool) -> torch.Tensor:
+            return gaps(one_token(self._model.device, batch, seeing=seeing))
 
         def compute() -> torch.Tensor:
             found = torch.zeros(len(rows), dtype=torch.float64)
             batches = self._ranks.batches(self._plan(own, gradients=False), stop)
             for batch in batches:
-                smallest = functools.partial(elsewhere, batch)
+                smallest = functools.partial(elsewhere, batch, batches.seeing)
                 one = smallest if batch is None else functools.partial(gaps, batch)
                 result = batches.run(one, smallest)
                 if batch is not None and result is not None:
@@ -747,15 +755,15 @@ class Passes:
                 found = forward.scores(here, temperatures[here.order])
             return found.logprobs.to("cpu", dtype)
 
-        def elsewhere(batch: PackedBatch | None) -> None:
+        def elsewhere(batch: PackedBatch | None, seeing: bool) -> None:
             with self._autocast():
                 one = torch.ones((1, 1), dtype=dtype, device=device)
-                forward.scores(one_token(device, batch), one)
+                forward.scores(one_token(device, batch, seeing=seeing), one)
 
         found = torch.zeros(int(starts[-1]), dtype=dtype)
         batches = self._ranks.batches(self._plan(own, gradients=False), stop)
         for batch in batches:
-            smallest = functools.partial(elsewhere, batch)
+            smallest = functools.partial(elsewhere, batch, batches.seeing)
             if batch is None:
                 batches.run(smallest, smallest)
                 continue

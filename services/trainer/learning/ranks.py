@@ -56,6 +56,9 @@ class RankBatches:
         # Whether the pass is one without gradients, for keys and values (`PackedBatch.keeps`). A
         # rank that has no such batch while others do gets None, too.
         self.keeping = False
+        # Whether a rank's batch of the pass has payloads. Then every rank gives its model some,
+        # if only none (`PackedBatch.payloads`).
+        self.seeing = False
         self._losses: torch.Tensor | None = None
         self._last: PackedBatch | None = None
 
@@ -132,6 +135,11 @@ class RankGroup:
     def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
         """Make an iterator over `batches`, which contain this rank's rows."""
         return RankBatches(batches, stop)
+
+    def planned(self, make: Callable[[], Sequence[PackedBatch]]) -> Sequence[PackedBatch]:
+        """Return the batches that `make` makes for this rank, with the contents of their
+        payloads."""
+        return make()
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of `values`, [n] on the CPU."""

@@ -173,6 +173,7 @@ def pack_rows(rows: Sequence[Row]) -> tuple[Tensors, list[Values]]:
     lengths."""
     joined: dict[str, list[np.ndarray[Any, Any]]] = {}
     described: list[Values] = []
+    packed: set[bytes] = set()
     for row in rows:
         values: Values = {}
         lengths: dict[str, int] = {}
@@ -193,11 +194,18 @@ def pack_rows(rows: Sequence[Row]) -> tuple[Tensors, list[Values]]:
             )
             lengths["columns"] = sum(map(len, contents))
         if row.payloads:
-            contents = [placed.payload.data for placed in row.payloads]
-            values["payloads"] = [
-                (one.payload.kind, one.payload.media_type, one.position, one.tokens, len(content))
-                for one, content in zip(row.payloads, contents, strict=True)
-            ]
+            # The rows of a group, and the turns of a conversation, have the same payloads: each
+            # content is packed once.
+            new = {one.payload.digest: one.payload.data for one in row.payloads}
+            contents = [data for digest, data in new.items() if digest not in packed]
+            values["payloads"] = []
+            for one in row.payloads:
+                payload, length = one.payload, 0
+                if payload.digest not in packed:
+                    packed.add(payload.digest)
+                    length = len(payload.data)
+                about = (payload.kind, payload.media_type, payload.digest.hex())
+                values["payloads"].append((*about, one.position, one.tokens, length))
             joined.setdefault("payloads", []).append(
                 np.frombuffer(bytearray(b"".join(contents)), np.uint8)
             )
@@ -210,6 +218,7 @@ def unpack_rows(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
     """Return the inverse of `pack_rows`; copies."""
     arrays = {name: tensor.cpu().numpy().copy() for name, tensor in tensors.items()}
     begins = dict.fromkeys(arrays, 0)
+    contents: dict[str, bytes] = {}
     rows = []
     for one in described:
         fields: Values = {
@@ -221,7 +230,8 @@ def unpack_rows(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
             fields[name] = arrays[name][begin : begin + length]
             begins[name] = begin + length
         if "payloads" in one["lengths"]:
-            fields["payloads"] = _payloads(one["values"]["payloads"], fields["payloads"].tobytes())
+            added = fields["payloads"].tobytes()
+            fields["payloads"] = _payloads(one["values"]["payloads"], added, contents)
         if "columns" in one["lengths"]:
             fields["columns"] = _columns(one["values"]["columns"], fields["columns"].tobytes())
         rows.append(Row(**fields))
@@ -249,12 +259,18 @@ def _columns(described: Sequence[Sequence[Any]], contents: bytes) -> dict[str, A
     return found
 
 
-def _payloads(described: Sequence[Sequence[Any]], contents: bytes) -> Payloads:
+def _payloads(
+    described: Sequence[Sequence[Any]], added: bytes, contents: dict[str, bytes]
+) -> Payloads:
+    """Return the payloads of a row. `added`: contents that no earlier row has, which are put into
+    `contents`, by digest."""
     found, begin = [], 0
-    for kind, media_type, position, tokens, length in described:
-        payload = Payload(kind, media_type, contents[begin : begin + length])
+    for kind, media_type, digest, position, tokens, length in described:
+        if digest not in contents:
+            contents[digest] = added[begin : begin + length]
+            begin += length
+        payload = Payload(kind, media_type, contents[digest], bytes.fromhex(digest))
         found.append(PlacedPayload(payload, position, tokens))
-        begin += length
     return tuple(found)
 
 

@@ -244,7 +244,9 @@ class PackedBatch:
     # row records them; None: no row does.
     routes: torch.Tensor | None = None
     # Payloads that tokens stand for, by the position of their first token in the flattened [B * L].
-    payloads: Payloads = ()
+    # None: no rank's batch of this pass has any. Empty: only those of other ranks have, and the
+    # model takes part in what it computes of them alone.
+    payloads: Payloads | None = None
     # Whether the pass runs without gradients, only for its keys and values; it scores nothing.
     keeps: bool = False
     # Of a piece: int64 [N], the indices of its scored tokens in `History.order`; None: not cut.
@@ -441,10 +443,11 @@ def _padded(
     return replace(batch, routes=_routes(ids.size, places, rows), payloads=payloads)
 
 
-def _payloads(places: Sequence[tuple[int, Ints]], rows: Sequence[Row]) -> Payloads:
-    """Return the payloads of a batch. `places`: as for `_routes`; rows with payloads share no
-    tokens."""
-    return tuple(placed.moved(int(at[0])) for i, at in places for placed in rows[i].payloads)
+def _payloads(places: Sequence[tuple[int, Ints]], rows: Sequence[Row]) -> Payloads | None:
+    """Return the payloads of a batch; None if it has none. `places`: as for `_routes`; rows with
+    payloads share no tokens."""
+    found = [placed.moved(int(at[0])) for i, at in places for placed in rows[i].payloads]
+    return tuple(found) or None
 
 
 def _routes(
@@ -699,15 +702,19 @@ def _concatenate(arrays: list[Ints]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays))
 
 
-def one_token(device: torch.device, instead: PackedBatch | None = None) -> PackedBatch:
+def one_token(
+    device: torch.device, instead: PackedBatch | None = None, *, seeing: bool = False
+) -> PackedBatch:
     """Return a batch without rows, for a rank that takes part in the other ranks' pass.
 
     `instead`: the batch of this rank that it replaces. If ranks divide that pass, the token's keys
-    and values are gathered in place of the batch's.
+    and values are gathered in place of the batch's. `seeing`: batches of other ranks have payloads.
     """
     ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    found = PackedBatch(ids, zero, zero, zero, spans=(1,))
+    seeing = seeing or (instead is not None and instead.payloads is not None)
+    payloads: Payloads | None = () if seeing else None
+    found = PackedBatch(ids, zero, zero, zero, spans=(1,), payloads=payloads)
     packing = None if instead is None else instead.packing
     if packing is None or packing.past is None or packing.slices is None:
         return found
