@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -108,6 +109,17 @@ async def until_job(handle: AsyncJobHandle, good: Callable[[Job], bool]) -> Job:
         while not good(job := await handle.info()):  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(0.05)
     return job
+
+
+def final_states(data_dir: Path, job: Job) -> dict[str, list[Any]]:
+    """Return the weights, optimizer and random generators, as checksums, from which each policy of
+    an ended job would continue."""
+    found = {}
+    for policy, version in job.versions.items():
+        (path,) = (data_dir / job.id / "state" / policy).glob(f"v{version}-*/state.json")
+        values = json.loads(path.read_text())
+        found[policy] = [values[part] for part in ("weights", "optimizer", "random")]
+    return found
 
 
 def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import House
+from tests.e2e.standing import final_states
 from tests.support.tiny_team import job
 from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient
@@ -50,11 +50,7 @@ async def trained(house: House, models: Path, **sections: Any) -> tuple[Mapping[
     assert record.state == "succeeded", record
     assert record.versions == dict.fromkeys(POLICIES, STEPS)
     assert not (await handle.audit()).violations
-    states = {}
-    for policy in POLICIES:
-        (path,) = (house.data_dir / handle.id / "state" / policy).glob(f"v{STEPS}-*/state.json")
-        values = json.loads(path.read_text())
-        states[policy] = [values[part] for part in ("weights", "optimizer", "random")]
+    states = final_states(house.data_dir, record)
     rows = await handle.metrics()
     swaps = sum(row.values.get(f"{policy}/train/swaps", 0.0) for row in rows for policy in POLICIES)
     return states, swaps
