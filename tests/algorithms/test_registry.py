@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from troupe.algorithms.losses import grpo_loss_sum
-from troupe.algorithms.objectives import LOSSES
+from troupe.algorithms.objectives import LOSSES, traits_of
 from troupe.algorithms.registry import AlgorithmFunctions, Field, FunctionFault, OwnFunction
 from troupe.algorithms.statistics import TokenStatistics
+from troupe.algorithms.traits import LOSS_TRAITS
 from troupe.client.cli.specification import try_imports
 from troupe.job import JobSpecError, load_job
+from troupe.job.sections.algorithm import Loss
 from troupe.workflow.errors import EntrypointError
 
 OWN = "tests.support.own_algorithms"
@@ -126,6 +129,12 @@ def test_a_later_fault_names_field_and_function() -> None:
             logprobs - 9.0, behaviour, advantages, weights, loss=loss, sequences=samples, **CLIP
         )
     assert caught.value.field == "algorithm.loss"
+
+
+def test_every_loss_that_a_job_can_name_has_a_function_and_traits() -> None:
+    assert LOSSES.keys() == LOSS_TRAITS.keys() == set(get_args(Loss))
+    for name, loss in LOSSES.items():
+        assert traits_of(loss) is LOSS_TRAITS[name]
 
 
 def test_own_functions_couple_tokens_and_need_all_rows() -> None:

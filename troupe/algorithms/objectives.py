@@ -21,11 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from troupe.algorithms.logprobs import sequence_means
+from troupe.algorithms.traits import LOSS_TRAITS, OWN_LOSS, LossTraits
 
 # Bound on log-ratios: e^30 exceeds every cap and clip. Beyond it the exponential, or the square of
 # a gradient, would overflow single precision, and the gradient of a clipped or masked token would
@@ -225,50 +226,31 @@ def _ratio(tokens: Tokens) -> torch.Tensor:
     return importance_ratio(tokens.logprobs, tokens.old_logprobs)
 
 
-class LossTraits(NamedTuple):
-    """Properties of a loss that statistics, corrections and passes read."""
-
-    removed: Callable[[Tokens], torch.Tensor]
-    """Mask of the tokens that it clips or masks, or whose weight it caps, bool [T]."""
-    couples_tokens: bool
-    """Whether a token's loss depends on the other tokens of its sample, which must then be in one
-    pass."""
-    masks: bool = False
-    """Whether removed tokens are left out, rather than clipped."""
-    yields: bool = False
-    """Whether a correction's weights replace its ratio. Other losses weigh by pi/mu anyway."""
-
-
-_BUILT_IN: Final[Mapping[LossFunction, LossTraits]] = {
-    ppo_clip: LossTraits(
-        lambda tokens: is_clipped(_ratio(tokens), tokens.advantages, *_clips(tokens)),
-        couples_tokens=False,
-        yields=True,
-    ),
-    gspo: LossTraits(
-        lambda tokens: is_clipped(_gspo_ratio(tokens), tokens.advantages, *_clips(tokens)),
-        couples_tokens=True,
-    ),
-    cispo: LossTraits(lambda tokens: _ratio(tokens) > 1.0 + tokens.clip_high, couples_tokens=False),
-    dppo_mask: LossTraits(
-        lambda tokens: is_outside(
-            tokens.logprobs,
-            tokens.old_logprobs,
-            tokens.advantages,
-            tokens.clip_low,
-            tokens.clip_high,
-        ),
-        couples_tokens=False,
-        masks=True,
+# By built-in loss: the mask bool [T] that `removed_by` returns.
+_REMOVED: Final[Mapping[LossFunction, Callable[[Tokens], torch.Tensor]]] = {
+    ppo_clip: lambda tokens: is_clipped(_ratio(tokens), tokens.advantages, *_clips(tokens)),
+    gspo: lambda tokens: is_clipped(_gspo_ratio(tokens), tokens.advantages, *_clips(tokens)),
+    cispo: lambda tokens: _ratio(tokens) > 1.0 + tokens.clip_high,
+    dppo_mask: lambda tokens: is_outside(
+        tokens.logprobs,
+        tokens.old_logprobs,
+        tokens.advantages,
+        tokens.clip_low,
+        tokens.clip_high,
     ),
 }
-LOSSES: Final[Mapping[str, LossFunction]] = {loss.__name__: loss for loss in _BUILT_IN}
-# Nothing is known of a user's loss: what it removes is not counted, and it gets whole samples.
-_OWN: Final = LossTraits(
-    lambda tokens: torch.zeros_like(tokens.logprobs, dtype=torch.bool), couples_tokens=True
-)
+LOSSES: Final[Mapping[str, LossFunction]] = {loss.__name__: loss for loss in _REMOVED}
+
+
+def removed_by(loss: LossFunction, tokens: Tokens) -> torch.Tensor:
+    """Return the mask of the tokens that `loss` clips or masks, or whose weight it caps, bool [T];
+    what a user's own loss removes is unknown and not counted."""
+    removed = _REMOVED.get(loss)
+    if removed is None:
+        return torch.zeros_like(tokens.logprobs, dtype=torch.bool)
+    return removed(tokens)
 
 
 def traits_of(loss: LossFunction) -> LossTraits:
     """Return the traits of a built-in loss, or what holds of a user's own."""
-    return _BUILT_IN.get(loss, _OWN)
+    return LOSS_TRAITS[loss.__name__] if loss in _REMOVED else OWN_LOSS

@@ -173,7 +173,7 @@ class AlgorithmFunctions:
     def scales_with_advantage(self) -> bool:
         """Whether a token without an advantage has no loss; false for a user's loss, where this is
         unknown."""
-        return not isinstance(self.loss, OwnFunction)
+        return traits_of(self.loss).scales_with_advantage
 
     @property
     def couples_tokens(self) -> bool:

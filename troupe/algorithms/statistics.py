@@ -16,6 +16,7 @@ from troupe.algorithms.objectives import (
     Tokens,
     importance_ratio,
     ppo_clip,
+    removed_by,
     traits_of,
 )
 from troupe.contracts import metric_names
@@ -132,7 +133,7 @@ class TokenStatistics:
         traits = traits_of(loss)
         if factors is None or not traits.yields or recomputed:
             kept = kept_by(correction, factors, ratio)
-            removed = traits.removed(replace(given, logprobs=logprobs, kept=kept))
+            removed = removed_by(loss, replace(given, logprobs=logprobs, kept=kept))
             self.clipped = self.clipped + removed.sum()
             if traits.masks:
                 masked = removed

@@ -191,7 +191,7 @@ class JobFields(Section):
         """The importance correction, default resolved."""
         if self.algorithm.correction is not None or self.pipeline.mode != "async":
             return self.algorithm.correction or "none"
-        return "truncated" if self.algorithm.loss == "ppo_clip" else "masked"
+        return "truncated" if self.algorithm.loss_traits.yields else "masked"
 
     @property
     def needs_reference(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 
 from pydantic import field_validator, model_validator
 
+from troupe.algorithms.traits import losses_that
 from troupe.contracts import metric_names
 from troupe.job.engines import KINDS
 from troupe.job.engines.sharing import check_sharing, engine_groups, shared_policies
@@ -293,19 +294,20 @@ class JobSpec(JobFields):
                 "first, but mode `micro_batch` begins before they are complete; use pipeline.mode "
                 "`sync` (or `serial`, `async`)"
             )
-        replaced = self.correction != "none" and self.algorithm.loss == "ppo_clip"
+        replaced = self.correction != "none" and self.algorithm.loss_traits.yields
         behaviour = self.algorithm.old_logprobs == "behaviour"
         if self.algorithm.updates > 1 and replaced and behaviour:
             raise ValueError(
-                f"algorithm.old_logprobs: with correction `{self.correction}` loss `ppo_clip` is "
-                "not clipped against `behaviour`, and nothing keeps several updates near the "
-                "weights that the step began with; choose `recomputed`"
+                f"algorithm.old_logprobs: with correction `{self.correction}` loss "
+                f"`{self.algorithm.loss}` is not clipped against `behaviour`, and nothing keeps "
+                "several updates near the weights that the step began with; choose `recomputed`"
             )
         if self.algorithm.dual_clip is not None and replaced and behaviour:
+            others = losses_that(lambda traits: traits.reads_dual_clip and not traits.yields)
             raise ValueError(
                 f"algorithm.dual_clip: correction `{self.correction}` replaces the clip of loss "
-                "`ppo_clip`; remove it, or choose old_logprobs `recomputed`, correction `none` or "
-                "loss `gspo`"
+                f"`{self.algorithm.loss}`; remove it, or choose old_logprobs `recomputed`, "
+                f"correction `none` or loss {others}"
             )
         compiled = [n for n, p in self.policies.items() if p.trainer.compile == "on"]
         if pipeline.deterministic and compiled:

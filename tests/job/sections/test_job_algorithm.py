@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.training import make_spec
+from troupe.algorithms.traits import LOSS_TRAITS
 from troupe.job import JobSpec
 
 
@@ -74,6 +75,36 @@ def test_the_correction_in_force_follows_from_mode_and_loss(
 ) -> None:
     spec = make_spec(Path("t"), algorithm=algorithm, pipeline=_pipeline(mode))
     assert spec.correction == correction
+
+
+def test_a_job_with_a_further_loss_is_checked_by_the_traits_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if `cispo` were another loss that is clipped as PPO's is."""
+    algorithm = {"loss": "cispo", "dual_clip": 3.0}
+    with pytest.raises(ValidationError, match="without effect with loss `cispo`"):
+        make_spec(Path("t"), algorithm=algorithm, pipeline=_pipeline("sync"))
+    monkeypatch.setitem(LOSS_TRAITS, "cispo", LOSS_TRAITS["ppo_clip"])  # type: ignore[arg-type]
+    assert make_spec(Path("t"), algorithm=algorithm, pipeline=_pipeline("sync"))
+    plain = make_spec(Path("t"), algorithm={"loss": "cispo"}, pipeline=_pipeline("async"))
+    assert plain.correction == "truncated"
+    for settings, message in (
+        (algorithm, "replaces the clip of loss `cispo`.*loss `gspo`"),
+        ({"loss": "cispo", "epochs": 2}, "loss `cispo` is not clipped against `behaviour`"),
+        ({"loss": "gspo", "correction": "truncated"}, "loss `ppo_clip` or `cispo`, or old"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            make_spec(Path("t"), algorithm=settings, pipeline=_pipeline("async"))
+
+
+def test_a_users_own_loss_gets_the_checks_that_hold_for_any_loss() -> None:
+    own: dict[str, Any] = {"loss": "mine.losses:bounded"}
+    spec = make_spec(Path("t"), algorithm={**own, "dual_clip": 3.0}, pipeline=_pipeline("async"))
+    assert spec.correction == "masked"
+    assert spec.algorithm.learns_without_advantages
+    truncated = {**own, "correction": "truncated"}
+    with pytest.raises(ValidationError, match="would do it again"):
+        make_spec(Path("t"), algorithm=truncated, pipeline=_pipeline("async"))
 
 
 def test_a_team_critic_reads_one_vocabulary_whenever_it_was_written() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
+from troupe.algorithms.traits import LossTraits, loss_traits, losses_that
 from troupe.job.section import (
     MAX_AGENTS,
     Coefficient,
@@ -240,6 +241,11 @@ class AlgorithmSpec(Section):
         return any(":" in (name or "") for name in (self.loss, self.advantage, self.correction))
 
     @property
+    def loss_traits(self) -> LossTraits:
+        """What is known of the loss."""
+        return loss_traits(self.loss)
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of a step."""
         return self.epochs * self.minibatches
@@ -276,7 +282,7 @@ class AlgorithmSpec(Section):
     def learns_without_advantages(self) -> bool:
         """Whether a sample with zero advantage may contribute to learning: by a teacher, or by a
         user's own loss. Regularizers do not count."""
-        return self.distillation is not None or ":" in self.loss
+        return self.distillation is not None or not self.loss_traits.scales_with_advantage
 
     @property
     def value_function(self) -> CriticSpec | None:
@@ -292,11 +298,11 @@ class AlgorithmSpec(Section):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         behaviour = self.old_logprobs == "behaviour"
-        if self.correction == "truncated" and self.loss != "ppo_clip" and behaviour:
+        if self.correction == "truncated" and not self.loss_traits.yields and behaviour:
             raise ValueError(
                 f"correction: loss `{self.loss}` weighs tokens by pi/mu itself, and `truncated` "
-                "would do it again; choose `masked` or `sequence_masked`, loss `ppo_clip`, or "
-                "old_logprobs `recomputed`"
+                "would do it again; choose `masked` or `sequence_masked`, loss "
+                f"{losses_that(lambda traits: traits.yields)}, or old_logprobs `recomputed`"
             )
         if self.critic is not None and self.advantage != "gae":
             raise ValueError(
@@ -334,10 +340,11 @@ class AlgorithmSpec(Section):
                 f"columns: advantage `{self.advantage}` reads none; remove it, or name a function "
                 "of your own as `advantage`"
             )
-        if self.dual_clip is not None and self.loss in ("cispo", "dppo_mask"):
+        if self.dual_clip is not None and not self.loss_traits.reads_dual_clip:
             raise ValueError(
                 f"dual_clip: without effect with loss `{self.loss}`, which bounds the weight of "
-                "every token; remove it, or choose `ppo_clip` or `gspo`"
+                "every token; remove it, or choose "
+                f"{losses_that(lambda traits: traits.reads_dual_clip)}"
             )
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(
