@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from redis import Redis
 
 from tests.e2e.standing import Standing, ended, final_states, stand_up, until_job
 from tests.support.waiting import until
-from troupe.client import AsyncJobHandle
+from troupe.client import AsyncClient, AsyncJobHandle
 from troupe.client.records.jobs import JobState
 from troupe.cluster.state import running_state
 
@@ -59,6 +60,14 @@ def text_of(cluster: Standing) -> str:
     return yaml.safe_dump(job)
 
 
+async def expect(cluster: Standing, client: AsyncClient, states: dict[str, list[Any]]) -> None:
+    """Have `states` hold those of an undisturbed job."""
+    if not states:
+        end = await ended(await client.submit(text_of(cluster)))
+        assert end.job.state == JobState.SUCCEEDED, end.job.problem
+        states |= final_states(cluster.data_dir, end.job)
+
+
 def redis_of(cluster: Standing) -> Redis:
     state = running_state(cluster.data_dir)
     assert state is not None
@@ -69,6 +78,13 @@ def waiting(redis: Redis, job: str) -> bool:
     """Whether just one policy has given its sums of some step."""
     given = [key.decode().rsplit(":", 2)[1] for key in redis.keys(f"*{job}*:pair_sums")]
     return any(given.count(step) == 1 for step in given)
+
+
+async def until_waiting(cluster: Standing, handle: AsyncJobHandle, step: int) -> None:
+    """Wait until one policy waits for the other's sums in this step or a later one."""
+    with redis_of(cluster) as redis:
+        await until_job(handle, lambda one: one.step >= step)
+        await until(lambda: waiting(redis, handle.id))
 
 
 async def stop_within_an_exchange(cluster: Standing, handle: AsyncJobHandle) -> int:
@@ -123,10 +139,7 @@ async def test_services_killed_within_an_exchange_of_sums_change_no_bit(
     cluster: Standing, undisturbed: dict[str, list[Any]], names: tuple[str, ...]
 ) -> None:
     async with cluster.client() as client:
-        if not undisturbed:
-            end = await ended(await client.submit(text_of(cluster)))
-            assert end.job.state == JobState.SUCCEEDED, end.job.problem
-            undisturbed |= final_states(cluster.data_dir, end.job)
+        await expect(cluster, client, undisturbed)
         handle = await client.submit(text_of(cluster))
         await until_job(handle, lambda one: one.step >= 2)
         trainer = await stop_within_an_exchange(cluster, handle)
@@ -142,3 +155,24 @@ async def test_services_killed_within_an_exchange_of_sums_change_no_bit(
     assert final_states(cluster.data_dir, end.job) == undisturbed
     with redis_of(cluster) as redis:
         await until(lambda: not redis.keys(f"*{handle.id}*pair_sums*"))
+
+
+@pytest.mark.slow
+async def test_policies_that_take_turns_on_one_device_lose_nothing_when_services_are_killed(
+    tmp_path: Path, cluster: Standing, undisturbed: dict[str, list[Any]]
+) -> None:
+    """One of them is always suspended, with the sums that it gave in the store."""
+    async with cluster.client() as client:
+        await expect(cluster, client, undisturbed)
+    one = {"TROUPE_TRAINER_SLOTS": "1"}
+    with stand_up(tmp_path, trainers=1, environment=one) as single:
+        async with single.client() as client:
+            handle = await client.submit(text_of(single))
+            for step, name in enumerate(("orchestrator", "experience_store", "trainer-0"), 1):
+                await until_waiting(single, handle, 3 * step)
+                await lose(single, (name,))
+            end = await ended(handle)
+            assert end.job.state == JobState.SUCCEEDED, end.job.problem
+            audit = await handle.audit()
+        assert audit.passed, audit
+        assert final_states(single.data_dir, end.job) == undisturbed
