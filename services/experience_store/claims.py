@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.experience_store.database import Database
+from services.experience_store.database import Database, ScriptCall
 from services.experience_store.notices import CLAIMABLE, COUNTS, Notices
 from services.experience_store.records import (
     LETTER_OF,
@@ -280,12 +280,14 @@ class Claims:
         *,
         durable: bool = False,
         kept: int | None = None,
+        sums: store_pb.PairSums | None = None,
     ) -> tuple[store_pb.StepCommit, bool]:
         """End a step with `commit`; return the stored commit and whether it existed before this
         call.
 
         `durable`: the training state of its weights is on disk. `kept`: the state is not on disk
-        yet, and the claimant has kept the rows of so many micro-batches.
+        yet, and the claimant has kept the rows of so many micro-batches. `sums`: the policy's sums
+        of joint pairs, which are given again if Redis has lost them.
 
         Raises `FailedPrecondition` and changes nothing when a claim is lost (`claim_lost`),
         trajectories still run (`step_unsealed`), these claims do not hold all remaining samples
@@ -305,11 +307,8 @@ class Claims:
         agrees = not commit.HasField("samples_digest") or commit.samples_digest == digest
         if samples:
             commit.samples_digest = digest
-        outcome, *rest = await self._steps.on_table(
-            "commit",
-            job,
-            commit.policy,
-            commit.step,
+        base, step = PolicyKeys(job, commit.policy).base, commit.step
+        arguments: tuple[str | bytes | int, ...] = (
             claimant,
             _TARGETS[commit.outcome],
             clean_reason(commit.reason) or "step_skipped",
@@ -324,6 +323,11 @@ class Claims:
             -1 if kept is None else kept,
             *distinct,
         )
+        calls = [ScriptCall("commit", base, (step, *arguments))]
+        if sums is not None:
+            mine = (step, claimant, sums.SerializeToString())
+            calls.insert(0, ScriptCall("give_pair_sums", base, mine))
+        *_, (outcome, *rest) = await self._steps.on_tables(job, step, calls)
         if outcome in (b"committed", b"existed"):
             if outcome == b"committed":
                 self._notices.written(job, commit.policy, commit.step)

@@ -274,19 +274,19 @@ def check_drop_gone(request: store_pb.DropGoneRequest) -> None:
         check_id("sample_ids", sample)
 
 
-def check_pair_sums(sums: store_pb.PairSums) -> None:
+def check_pair_sums(field: str, sums: store_pb.PairSums) -> None:
     """Check the names of joint pairs, each once, and their numbers of tokens and policies."""
     seen: set[str] = set()
     for index, one in enumerate(sums.pairs):
-        where = f"sums.pairs[{index}]"
+        where = f"{field}.pairs[{index}]"
         # Query and group, joined by a tab.
         if not 0 < len(one.pair) <= 2 * ID_LENGTH + 1 or one.pair in seen:
             raise InvalidArgument(
                 "names no pair, or one that was there", field=f"{where}.pair", value=one.pair
             )
         seen.add(one.pair)
-        for field in ("chosen_tokens", "rejected_tokens"):
-            check_not_negative(f"{where}.{field}", getattr(one, field))
+        for tokens in ("chosen_tokens", "rejected_tokens"):
+            check_not_negative(f"{where}.{tokens}", getattr(one, tokens))
         check_positive(f"{where}.policies", one.policies, one.joint_policies)
 
 
@@ -325,6 +325,7 @@ def check_commit(request: store_pb.CommitStepRequest) -> None:
         )
     for claim in request.claim_ids:
         check_id("claim_ids", claim)
+    check_pair_sums("pair_sums", request.pair_sums)
     if request.HasField("kept_micro_batches"):
         # The sums of joint pairs count as one more.
         most = len(request.claim_ids) + 1

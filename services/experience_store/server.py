@@ -499,7 +499,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     ) -> store_pb.ExchangePairSumsResponse:
         requests.check_step_call(request)
         requests.check_id("claimant", request.claimant)
-        requests.check_pair_sums(request.sums)
+        requests.check_pair_sums("sums", request.sums)
         requests.check_not_negative("wait_seconds", request.wait_seconds)
         return await self.store.pairs.exchange(request, _wait_of(request, context))
 
@@ -518,6 +518,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             store_pb.StepCommit(**{name: fields[name] for name in fields.keys() & shared.keys()}),
             durable=request.durable,
             kept=request.kept_micro_batches if request.HasField("kept_micro_batches") else None,
+            sums=request.pair_sums if request.HasField("pair_sums") else None,
         )
         if not existed:
             self._meters.committed(commit)

@@ -404,13 +404,14 @@ class StepClaims:
         *,
         durable: bool = False,
         kept: int | None = None,
+        sums: store_pb.PairSums | None = None,
     ) -> store_pb.CommitStepResponse:
         """Commit the step; the answer has the valid commit, which may be another binding's.
 
         `digest`: digest of the samples whose gradients are in `weights`. `durable`: the state of
         these weights is on disk; `kept`: it is not, but the rows of this many micro-batches are
-        kept. Raises FailedPrecondition of kind "digest_mismatch" if the samples are not those of
-        the claims.
+        kept. `sums`: as given to `exchange`. Raises FailedPrecondition of kind "digest_mismatch" if
+        the samples are not those of the claims.
         """
         request = store_pb.CommitStepRequest(
             **self._where,
@@ -424,6 +425,7 @@ class StepClaims:
             samples_digest=digest,
             kept_micro_batches=kept,
             durable=durable,
+            pair_sums=sums,
         )
         response: store_pb.CommitStepResponse = await self._repeated(self._stub.CommitStep, request)
         return response

@@ -63,8 +63,9 @@ class Attempt:
             self.progress = replace(before, claim_ids=ids, refs=refs)
         else:
             self.progress.keeping = run.binding.versions.keeps_rows(run.step)
-        # Policies whose sums of joint pairs are waited for.
+        # Policies whose sums of joint pairs are waited for, and this policy's own.
         self.missing: Sequence[str] = ()
+        self._sums: store_pb.PairSums | None = None
         # The copy of a micro-batch that is on its way to the store, if there is one.
         self._keeping: asyncio.Task[None] | None = None
         self._run = run
@@ -220,7 +221,7 @@ class Attempt:
         Suspended.
         """
         learner, settings = self._binding.learner, self._run.settings
-        mine = await self._compute.run(learner.pair_sums)
+        mine = self._sums = await self._compute.run(learner.pair_sums)
         asking = asyncio.create_task(
             self.claims.exchange(mine, settings.trainer_claim_wait_seconds, self._note_missing)
         )
@@ -335,6 +336,7 @@ class Attempt:
             digest,
             durable=frontier is not None and not keeping,
             kept=self._parts if keeping else None,
+            sums=self._sums,
         )
         commit = answer.commit
         theirs = (commit.weights.version, commit.weights.checksum)

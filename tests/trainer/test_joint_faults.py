@@ -7,6 +7,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,9 +99,11 @@ async def test_sums_whose_answer_was_lost_on_the_way_are_the_same_when_asked_for
     await freed(durable_redis, stage)
 
 
-async def test_a_step_given_up_while_it_waits_for_sums_leaves_them_to_the_others(
-    stage: TrainingStage, durable_redis: RedisServer
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_step_given_up_while_it_waits_for_sums_finds_them_when_it_begins_again(
+    stage: TrainingStage, durable_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
+    """Also if Redis has `lost` them, as with a late flush, after the other policy has read them."""
     spec = spec_of(stage)
     here, there = await stage.trainer(), await stage.trainer(worker_id="there")
     await here.bind(spec, "solver")
@@ -112,6 +115,19 @@ async def test_a_step_given_up_while_it_waits_for_sums_leaves_them_to_the_others
     with pytest.raises(TroupeError) as stopped:
         await running
     assert stopped.value.kind == "step_released"
+    learner = there.worker.bindings.bound[(stage.job_id, "checker")].learner
+    apply = learner.apply
+
+    def apply_late(*args: Any) -> Any:
+        with durable_redis.client() as client:
+            for policy in ("checker", "solver"):
+                step = f"troupe:{{{stage.job_id}/{policy}}}:0"
+                assert client.hdel(f"{step}:step", "pair_sums")
+                assert client.unlink(f"{step}:pair_sums")
+        return apply(*args)
+
+    if lost:
+        monkeypatch.setattr(learner, "apply", apply_late)
     # The other policy waits for nobody, and the first finds what it has learned from.
     checker = await there.run(0, 0, "checker")
     await here.bind(spec, "solver")

@@ -1525,6 +1525,7 @@ class CommitStepRequest(_message.Message):
     SAMPLES_DIGEST_FIELD_NUMBER: _builtins.int
     KEPT_MICRO_BATCHES_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
+    PAIR_SUMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -1553,6 +1554,13 @@ class CommitStepRequest(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Step metrics, kept with the commit so that none is lost in a crash."""
 
+    @_builtins.property
+    def pair_sums(self) -> Global___PairSums:
+        """The policy's sums of the step's joint pairs, if it gave some (ExchangePairSums). A store that
+        has lost them with its Redis's last writes keeps them again, since policies that begin the step
+        again wait for them.
+        """
+
     def __init__(
         self,
         *,
@@ -1569,10 +1577,11 @@ class CommitStepRequest(_message.Message):
         samples_digest: _builtins.int | None = ...,
         kept_micro_batches: _builtins.int | None = ...,
         durable: _builtins.bool = ...,
+        pair_sums: Global___PairSums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_kept_micro_batches", b"_kept_micro_batches", "_samples_digest", b"_samples_digest", "kept_micro_batches", b"kept_micro_batches", "samples_digest", b"samples_digest", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kept_micro_batches", b"_kept_micro_batches", "_samples_digest", b"_samples_digest", "kept_micro_batches", b"kept_micro_batches", "pair_sums", b"pair_sums", "samples_digest", b"samples_digest", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_micro_batches", b"_kept_micro_batches", "_samples_digest", b"_samples_digest", "claim_ids", b"claim_ids", "claimant", b"claimant", "durable", b"durable", "job_id", b"job_id", "kept_micro_batches", b"kept_micro_batches", "metrics", b"metrics", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "samples_digest", b"samples_digest", "step", b"step", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_micro_batches", b"_kept_micro_batches", "_samples_digest", b"_samples_digest", "claim_ids", b"claim_ids", "claimant", b"claimant", "durable", b"durable", "job_id", b"job_id", "kept_micro_batches", b"kept_micro_batches", "metrics", b"metrics", "outcome", b"outcome", "pair_sums", b"pair_sums", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "samples_digest", b"samples_digest", "step", b"step", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kept_micro_batches: _TypeAlias = _typing.Literal["kept_micro_batches"]  # noqa: Y015
     _WhichOneofArgType__kept_micro_batches: _TypeAlias = _typing.Literal["_kept_micro_batches", b"_kept_micro_batches"]  # noqa: Y015
