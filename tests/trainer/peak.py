@@ -21,7 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 
 from services.trainer.gang.group import GangGroup
-from services.trainer.gang.learner import RankLearner
+from services.trainer.gang.rank_learner import RankLearner
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.samples import Row

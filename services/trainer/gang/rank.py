@@ -34,7 +34,7 @@ from services.trainer.gang.gang import (
     decode_rows,
 )
 from services.trainer.gang.group import GangGroup
-from services.trainer.gang.learner import RankLearner
+from services.trainer.gang.rank_learner import RankLearner
 from services.trainer.gang.sharded_state import as_shard, write_shards
 from services.trainer.learning.optimizer import local_part
 from services.trainer.learning.ranks import Stopped

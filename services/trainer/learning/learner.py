@@ -13,7 +13,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -541,11 +541,6 @@ class Learner(PolicyLearner[Row]):
         return self._trained.num_parameters
 
     @property
-    def payload_kinds(self) -> Collection[str]:
-        """The kinds of payloads that the model takes."""
-        return self._trained.payload_kinds
-
-    @property
     def model(self) -> Any:
         """The Hugging Face model that is trained."""
         return self._trained.module
@@ -582,7 +577,7 @@ class Learner(PolicyLearner[Row]):
             longest=longest,
             routing=routing,
             user_columns=self._job.algorithm.user_columns,
-            payload_kinds=self.payload_kinds,
+            payload_kinds=self._trained.payload_kinds,
         )
 
     # Accumulation.

@@ -25,7 +25,7 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.gang.gang import Frame
 from services.trainer.gang.gathering import whole
 from services.trainer.gang.group import GangGroup
-from services.trainer.gang.learner import RankLearner
+from services.trainer.gang.rank_learner import RankLearner
 from services.trainer.gang.sharded_state import read_whole
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model

@@ -24,7 +24,7 @@ from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.trainer.gang.group import GangGroup
-from services.trainer.gang.learner import RankLearner, gather
+from services.trainer.gang.rank_learner import RankLearner, gather
 from services.trainer.learning.model import load_model
 from services.trainer.state.parts import StoredParts
 from tests.trainer.batches import Shape, random_rows

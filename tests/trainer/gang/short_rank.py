@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.gang.group import GangBatches, GangGroup
-from services.trainer.gang.learner import RankLearner
+from services.trainer.gang.rank_learner import RankLearner
 from services.trainer.learning.model import load_model
 from tests.trainer.batches import Shape, random_rows
 from tests.trainer.gang.ranks import join_ranks

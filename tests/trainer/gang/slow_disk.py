@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from services.chassis.settings import ServiceSettings
-from services.trainer.gang import learner
+from services.trainer.gang import rank_learner
 from services.trainer.gang.gang import Frame
 from services.trainer.gang.rank import Rank
 from tests.trainer.gang.ranks import join_ranks
@@ -68,7 +68,7 @@ def main() -> None:
             order("reference", directory=place)
         rank._group.shares_disk = False
         if not dist.get_rank():
-            learner.file_checksum = delayed(learner.file_checksum)  # type: ignore[attr-defined]
+            rank_learner.file_checksum = delayed(rank_learner.file_checksum)  # type: ignore[attr-defined]
     dist.destroy_process_group()
 
 

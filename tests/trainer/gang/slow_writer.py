@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from services.trainer.gang import gathering, group, learner
+from services.trainer.gang import gathering, group, rank_learner
 from services.trainer.gang.group import GangGroup
 from tests.trainer.gang.ranks import join_ranks
 from troupe.job import JobSpec
@@ -59,7 +59,7 @@ class Stream:
 
 
 def slow_file(case: str) -> Any:
-    write_file = learner.safetensors_file  # type: ignore[attr-defined]
+    write_file = rank_learner.safetensors_file  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def opened(*arguments: Any) -> Iterator[Any]:
@@ -84,7 +84,7 @@ def main() -> None:
     directory, case = Path(sys.argv[2]), sys.argv[3]
     mesh, control = join_ranks()
     ranks = GangGroup(mesh, control, lambda: False, Path(), timeout_seconds=TIMEOUT)
-    policy = learner.RankLearner(spec, "solver", ranks, torch.device("cpu"))
+    policy = rank_learner.RankLearner(spec, "solver", ranks, torch.device("cpu"))
     changed: Any = gathering
     # Every second or third tensor of the small model.
     changed.BUCKET_BYTES = 1 << 40 if case == "ahead" else 1 << 14
@@ -96,7 +96,7 @@ def main() -> None:
         changed.whole = Stream(gathering.whole).enqueue
     ranks._set_limit()
     ranks.meet()
-    learner.safetensors_file = slow_file(case)  # type: ignore[attr-defined]
+    rank_learner.safetensors_file = slow_file(case)  # type: ignore[attr-defined]
     began = time.monotonic()
     policy.gather("published", directory / "file" if dist.get_rank() == 0 else None)
     with ranks.waiting_for(100 * group.SLOWEST_BYTES_PER_SECOND):

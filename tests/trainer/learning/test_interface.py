@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.gang.learner import GangLearner, RankLearner
+from services.trainer.gang.learner import GangLearner
+from services.trainer.gang.rank_learner import RankLearner
 from services.trainer.learning.interface import PolicyLearner
 from services.trainer.learning.learner import Learner
 from services.trainer.networks.learner import NetworkLearner
