@@ -313,7 +313,7 @@ def test_the_leader_of_a_gang_reads_samples_without_the_model(
     config = tiny_config(max_position_embeddings=6)
     spec = gang_spec(tokenizer, model={"config": config, "tokenizer": str(tokenizer)})
     gang = together(gangs, spec)
-    monkeypatch.setattr("services.trainer.gang.learner.load_model", None)
+    monkeypatch.setattr("services.trainer.learning.model._load", None)
     fits, longer = (
         store_pb.ClaimedSample(sample=make_rollout("q", "t", response=[8] * length, reward=1.0))
         for length in (3, 4)
