@@ -172,7 +172,7 @@ async def test_sums_that_redis_lost_with_its_last_writes_come_back_with_the_comm
         await give(stage, first, mine)
         agreed = await give(stage, second, theirs)
         assert not agreed.missing
-        # It comes back as it was before the exchange, as after a flush that was late.
+        # Redis comes back as it was before the exchange, as after a late flush.
         server.kill()
         server.start()
         assert await given(stage) == {first: False, second: False}
