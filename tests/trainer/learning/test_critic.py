@@ -16,8 +16,10 @@ from services.trainer.learning.learner import Learner, schedule
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.passes import Passes
 from services.trainer.learning.samples import Row
+from tests.support.seeing_model import STAND_IN, TOKENS, payload, seeing_config
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, random_rows
+from troupe.contracts.payloads import PlacedPayload
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition
 
@@ -220,6 +222,33 @@ def test_a_critic_of_the_team_sees_more_than_one_of_the_agent(tokenizer: Path) -
     assert found["team"]["critic/explained_variance"] > 0.8
     assert found["team"]["loss/value"] < 0.3 * found["agent"]["loss/value"]
     assert found["team"]["advantage/abs_mean"] < 0.6 * found["agent"]["advantage/abs_mean"]
+
+
+def test_payloads_keep_their_tokens_when_a_critic_reads_the_teams_context_before_them(
+    tokenizer: Path,
+) -> None:
+    spec = _spec(tokenizer, ("solver", "other"), critic={"observes": "team"})
+    values = spec.model_dump()
+    values["policies"]["solver"]["model"]["config"] = seeing_config()
+    learner = _learner(JobSpec.model_validate(values))
+    seen: list[tuple[int, list[int]]] = []
+
+    def note(_module: Any, _inputs: Any, given: dict[str, Any]) -> None:
+        flat = given["input_ids"].flatten()
+        seen.extend(
+            (one.position, flat[one.position : one.position + one.tokens].tolist())
+            for one in given.get("payloads") or ()
+        )
+
+    assert learner._critic is not None
+    learner._critic._module.register_forward_pre_hook(note, with_kwargs=True)
+    ids = np.array([3, *[STAND_IN] * TOKENS, 9, 4])
+    row = Row("s", ids, len(ids) - 1, np.zeros(1, np.float32), 1.0, (1.0,), 0, agent="solver")
+    placed = (PlacedPayload(payload(1), 1, TOKENS),)
+    learner.accumulate([replace(row, payloads=placed, context=np.array([7, 20, 21]))])
+    assert learner.apply(0).applied
+    assert seen == [(4, [STAND_IN] * TOKENS)] * len(seen)
+    assert seen
 
 
 def test_a_row_without_the_teams_context_is_refused(tokenizer: Path) -> None:
