@@ -331,8 +331,8 @@ class RankLearner(Learner):
 
     @property
     def payload_kinds(self) -> Collection[str]:
-        """The kinds of payloads that the model takes."""
-        return self._trained.payload_kinds
+        """The kinds of payloads that the model and its teachers take."""
+        return self._passes.payload_kinds
 
     @property
     def payloads(self) -> RankPayloads:

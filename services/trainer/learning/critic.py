@@ -363,6 +363,7 @@ class Critic:
             ids=np.concatenate([context, row.ids]),
             prompt_length=row.prompt_length + len(context),
             payloads=tuple(placed.moved(len(context)) for placed in row.payloads),
+            routes=None,  # the policy's: the critic's router chooses by itself
         )
 
     def _values(self, batch: PackedBatch) -> torch.Tensor:

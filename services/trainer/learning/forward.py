@@ -68,8 +68,7 @@ class TrainedModel:
         )
         self.dtype = self.parameters[0].dtype
         self.vocabulary = int(module.get_input_embeddings().weight.shape[0])
-        # The kinds of payloads that the model's forward pass takes as `payloads`.
-        self.payload_kinds: Collection[str] = getattr(module, "payload_kinds", ())
+        self.payload_kinds = payload_kinds_of(module)
         # Distinct parameters, frozen ones included.
         self.num_parameters: int = sum(p.numel() for p in self.module.parameters())
         # The frozen weights under an adapter; None where all weights are trained.
@@ -288,6 +287,12 @@ class Forward:
         if self.routers is None:
             return contextlib.nullcontext()
         return self.routers.passing(load, batch.routes)
+
+
+def payload_kinds_of(model: Any) -> Collection[str]:
+    """Return the kinds of payloads that the model's forward pass takes as `payloads`."""
+    kinds: Collection[str] = getattr(model, "payload_kinds", ())
+    return kinds
 
 
 def _balanced(loss: torch.Tensor, load: ExpertLoad | None) -> torch.Tensor:

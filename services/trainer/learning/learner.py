@@ -577,7 +577,7 @@ class Learner(PolicyLearner[Row]):
             longest=longest,
             routing=routing,
             user_columns=self._job.algorithm.user_columns,
-            payload_kinds=self._trained.payload_kinds,
+            payload_kinds=self._passes.payload_kinds,
         )
 
     # Accumulation.

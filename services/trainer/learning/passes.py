@@ -12,7 +12,7 @@ import copy
 import functools
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,13 @@ from transformers import AttentionInterface
 
 from services.trainer.compute import gpu_memory
 from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
-from services.trainer.learning.forward import Forward, Teaching, TrainedModel, costs_of
+from services.trainer.learning.forward import (
+    Forward,
+    Teaching,
+    TrainedModel,
+    costs_of,
+    payload_kinds_of,
+)
 from services.trainer.learning.kernels.cpu import layers_of, use_kernels
 from services.trainer.learning.kernels.flash import use_flash_attention
 from services.trainer.learning.kernels.gpu import use_liger
@@ -358,6 +364,12 @@ class Passes:
         if not all(one.capabilities.linear_head for one in models):
             layout["limit"] = max(1, _LOGITS_BYTES // (4 * self._model.vocabulary))
         return layout
+
+    @property
+    def payload_kinds(self) -> Collection[str]:
+        """The kinds of payloads that the model and all of its teachers take."""
+        teachers = [payload_kinds_of(one.model) for one in self._teachers.values()]
+        return set(self._model.payload_kinds).intersection(*teachers)
 
     @property
     def fault(self) -> FunctionFault | None:

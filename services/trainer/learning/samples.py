@@ -239,8 +239,9 @@ def parse_rows(
 
     `longest`: tokens that the model has positions for; 0: unknown. With `load`, rows carry those of
     `columns` and `user_columns` that their samples have, and payloads. `routing`: the shape of
-    their routes; None: the model has no experts. `payload_kinds`: those that the model takes.
-    Raises ChecksumError, FailedPrecondition of kind "malformed_sample", and what `load` raises.
+    their routes; None: the model has no experts. `payload_kinds`: those that the model and its
+    teachers take. Raises ChecksumError, FailedPrecondition of kind "malformed_sample", and what
+    `load` raises.
     """
     rows = [_parse(item, load, columns, user_columns) for item in claimed]
     for row in rows:
@@ -252,8 +253,8 @@ def parse_rows(
                 raise malformed(row.sample_id, text, remedy)
         for placed in row.payloads:
             if (kind := placed.payload.kind) not in payload_kinds:
-                text = f"the policy's model takes no payload of kind {kind}"
-                remedy = "Train a model that declares it (`payload_kinds`), as its engine does."
+                text = f"the policy's model, or a teacher of it, takes no payload of kind {kind}"
+                remedy = "Use models that declare it (`payload_kinds`), as the engine does."
                 raise malformed(row.sample_id, text, remedy)
         problem = routing and row.routes is not None and routing.problem(row.routes, len(row.ids))
         if problem:

@@ -251,6 +251,15 @@ def test_payloads_keep_their_tokens_when_a_critic_reads_the_teams_context_before
     assert seen
 
 
+def test_a_critic_of_the_team_reads_rows_that_record_the_policys_routes(tokenizer: Path) -> None:
+    spec = _spec(tokenizer, ("solver", "other"), critic={"observes": "team"})
+    learner = _learner(spec)
+    [row, *_] = _rows(learner)
+    routes = np.zeros((len(row.ids) - 1, 2, 1), np.int16)
+    learner.accumulate([replace(row, routes=routes, context=np.array([7, 20, 21]))])
+    assert learner.apply(0).applied
+
+
 def test_a_row_without_the_teams_context_is_refused(tokenizer: Path) -> None:
     learner = _learner(_spec(tokenizer, ("solver", "other"), critic={"observes": "team"}))
     with pytest.raises(FailedPrecondition, match="no column critic_context") as refused:

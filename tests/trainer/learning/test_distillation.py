@@ -13,6 +13,7 @@ import torch
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
 from services.trainer.learning.samples import Row
+from tests.support.seeing_model import KIND, seeing_config
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows, response_logprobs
 from troupe.job import JobSpec, JobSpecError, parse_job
@@ -188,6 +189,19 @@ def test_a_teacher_must_know_the_students_tokens(tokenizer: Path) -> None:
     with pytest.raises(InvalidArgument, match="60 token embeddings") as caught:
         learner_of(spec)
     assert caught.value.field == "policies.wise.model"
+
+
+@pytest.mark.parametrize(
+    ("seeing", "kinds"), [(("solver", "wise", "wiser"), {KIND}), (("solver", "wise"), set())]
+)
+def test_samples_may_have_payloads_that_the_student_and_all_teachers_take(
+    tokenizer: Path, seeing: tuple[str, ...], kinds: set[str]
+) -> None:
+    values = spec_of(tokenizer).model_dump()
+    for name in seeing:
+        values["policies"][name]["model"]["config"] |= {"model_type": seeing_config()["model_type"]}
+    learner = learner_of(JobSpec.model_validate(values))
+    assert learner._passes.payload_kinds == kinds
 
 
 WRONG = [
