@@ -202,11 +202,14 @@ async def endure(
                     continue
                 return
 
-    async def serves(version: int) -> bool:
+    async def serves(version: int, before: dict[str, int]) -> bool:
+        """Whether every engine is back. One that has not noticed its server's death yet may look
+        as good: `before` has the restarts until then."""
         found = await one.statuses()
         expected = {**dict.fromkeys((*ROLES, BASE), 0), "planner": version, "solver": version}
         return all(
             (found[name].state, found[name].version) == (HEALTHY, number)
+            and found[name].restarts > before[name]
             for name, number in expected.items()
         )
 
@@ -214,10 +217,11 @@ async def endure(
     for version in range(1, deaths + 1):
         updates = [asyncio.create_task(update(name, version)) for name in ("planner", "solver")]
         await asyncio.sleep(rng.random() * 0.2)
+        before = {name: status.restarts for name, status in (await one.statuses()).items()}
         await kill()
         await asyncio.gather(*updates)
         async with asyncio.timeout(one.patience):
-            while not await serves(version):  # noqa: ASYNC110 - a service's
+            while not await serves(version, before):  # noqa: ASYNC110 - a service's
                 await asyncio.sleep(0.05)
     ended.set()
     await asyncio.gather(*players)
