@@ -32,11 +32,19 @@ class Tasks:
         return {"topic": topic, "request": f"Write one short sentence about a {topic}."}
 
 
+def has(topic: str, text: str) -> bool:
+    """Whether a reply has the topic's word."""
+    return any(word in (topic, f"{topic}s", f"{topic}'s") for word in _words(text))
+
+
 def kept(topic: str, text: str) -> dict[str, bool]:
     """Check which rules a reply follows: one whole sentence, the topic's word in it, its length."""
-    words = [word.lower() for word in _WORD.findall(text)]
     return {
         "sentence": _SENTENCE.fullmatch(text.strip()) is not None,
-        "topic": any(word in (topic, f"{topic}s", f"{topic}'s") for word in words),
-        "length": FEWEST <= len(words) <= MOST,
+        "topic": has(topic, text),
+        "length": FEWEST <= len(_words(text)) <= MOST,
     }
+
+
+def _words(text: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(text)]

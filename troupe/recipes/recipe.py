@@ -135,7 +135,7 @@ class Recipe(ABC):
     edition: ClassVar[int] = 1
     """Raised when first models or measurements change: results of editions are not comparable."""
     needs: ClassVar[Sequence[str]] = ()
-    """Other folders below `examples` that its jobs import, as `games`."""
+    """Other folders below `examples` whose modules and data its jobs use, as `games`."""
 
     @abstractmethod
     def model(self, directory: Path, seed: int) -> Path:

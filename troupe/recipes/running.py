@@ -107,10 +107,12 @@ def _interrupted(out: Path, like: Results, seed: int, commit: str) -> SeedRuns |
 
 
 def with_sources(recipe: Recipe, spec: JobSpec, root: Path) -> JobSpec:
-    """Return the job with the modules of the recipe, so that any cluster can run it."""
-    folders = [f"papers/{recipe.name}", *recipe.needs]
+    """Return the job with the modules of the recipe and the folders that it needs, so that any
+    cluster can run it."""
     include = ["examples/__init__.py", "examples/papers/__init__.py"]
-    include += [f"examples/{folder}/*.py" for folder in folders]
+    # Without pages and results, which change with every seed; others' folders have data files.
+    include += [f"examples/papers/{recipe.name}/*.py"]
+    include += [f"examples/{folder}" for folder in recipe.needs]
     code = {"root": str(root), "include": include}
     return JobSpec.model_validate(spec.model_dump(exclude_unset=True) | {"code": code})
 
