@@ -91,14 +91,15 @@ async def workflow(query: Query, agents: Agents, tools: Tools) -> dict[str, floa
                 for order in orders
             )
         )
-        votes = [0] * number
+        votes, earned = [0] * number, []
         for verdict, order in zip(verdicts, orders, strict=True):
             place = pick(verdict.text)
             picked = None if place is None else order[place]
             verdict.reward = verdict_reward(picked, scores)
+            earned.append(verdict.reward)
             if picked is not None:
                 votes[picked] += 1
         winner = votes.index(max(votes))
         if scores[0] != scores[1]:
-            query.log(judged_right=statistics.fmean(one.reward for one in verdicts))
+            query.log(judged_right=statistics.fmean(earned))
     return {"team": float(scores[winner] == 1.0)}
