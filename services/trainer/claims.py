@@ -411,7 +411,7 @@ class StepClaims:
         `digest`: digest of the samples whose gradients are in `weights`. `durable`: the state of
         these weights is on disk; `kept`: it is not, but the rows of this many micro-batches are
         kept. `sums`: as given to `exchange`. Raises FailedPrecondition of kind "digest_mismatch" if
-        the samples are not those of the claims.
+        the claims have other samples.
         """
         request = store_pb.CommitStepRequest(
             **self._where,

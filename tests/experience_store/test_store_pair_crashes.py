@@ -130,7 +130,7 @@ async def test_a_store_that_dies_at_any_round_trip_of_an_exchange_gives_all_the_
 async def test_sums_survive_a_sigkill_of_redis_while_others_are_waited_for(
     durable_redis: RedisServer,
 ) -> None:
-    store = Store(Database(durable_redis.url, timeout=0.5))
+    store = Store(Database(durable_redis.url))
     await store.start()
     stage = await make_stage(store, new_id("job"))
     first, second = stage.policies
@@ -160,7 +160,7 @@ async def test_sums_that_redis_lost_with_its_last_writes_come_back_with_the_comm
     server = RedisServer(tmp_path)
     server.start()
     try:
-        store = Store(Database(server.url, timeout=0.5))
+        store = Store(Database(server.url))
         await store.start()
         stage = await make_stage(store, new_id("job"))
         await stage.append_all()

@@ -1,4 +1,4 @@
-"""A solver who writes two sentences under rules, and a judge who picks one; or a solver alone.
+"""A solver writes two sentences under rules and a judge picks one, or a solver works alone.
 
 The judge reads the drafts in both orders. A judge that always says the same letter then earns as
 much for the one as it loses for the other, so learning does not drift to a letter.

@@ -49,7 +49,7 @@ class StepPayloads:
 
     def store(self, rows: Sequence[Row]) -> tuple[Sequence[Row], dict[str, Any]]:
         """Store contents that earlier rows of the step do not have. Return the rows without
-        contents, and plain values (JSON) by which ranks find those of all rows; no values if the
+        contents, and plain values (JSON) that tell ranks where each content is; no values if the
         rows have no payloads. Raises StorageFull."""
         needed: dict[str, StoredContent] = {}
         for row in rows:

@@ -113,8 +113,8 @@ class RankLearner(Learner):
         replicas: int = 1,
         **options: Any,
     ) -> None:
-        """Create the rank's learner. `double`: in float64, for proofs; `replicas`: hosts of
-        which each has all weights; `options`: those of `Learner`."""
+        """Create the rank's learner. `double`: in float64, for proofs; `replicas`: hosts that
+        each have all weights; `options`: as for `Learner`."""
         own = spec.policies[policy]
         group = group.replicated(replicas).divided(own.trainer.context_parallel).with_payloads()
         self._group, self._double, self._device = group, double, device
@@ -345,7 +345,8 @@ class RankLearner(Learner):
         self.forget_payloads()
 
     def forget_payloads(self) -> None:
-        """Forget contents of payloads; the lead deletes those of its host."""
+        """Forget payload contents, and delete the copies that this host fetched; the lead deletes
+        the originals."""
         self.payloads.forget(fetched=self._group.host > 0)
 
     def _brought(self, transfer: HostTransfer, stored: StoredParts) -> Tensors:
@@ -388,7 +389,7 @@ class RankLearner(Learner):
 
 
 class ShardedModel(TrainedModel):
-    """A `TrainedModel` of which this rank holds a shard of every parameter."""
+    """A `TrainedModel` whose parameters are sharded: this rank holds one shard of each."""
 
     def __init__(
         self,
@@ -461,7 +462,7 @@ class ShardedParameters(PooledParameters):
             self._away = False
 
     def attach(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
-        """Return the weights, none of which become memory of parameters."""
+        """Return the weights unchanged; parameters do not take over their memory."""
         return dict(weights)
 
     def release(self) -> list[torch.Tensor]:

@@ -344,6 +344,8 @@ class Critic:
     def _view(self, row: Row) -> Row:
         """Return the critic's input row: the team's context, if observed, is put before the
         prompt."""
+        if row.routes is not None:
+            row = replace(row, routes=None)  # the policy's: the critic's router chooses by itself
         if self._spec.observes == "agent":
             return row
         if row.context is None:
@@ -363,7 +365,6 @@ class Critic:
             ids=np.concatenate([context, row.ids]),
             prompt_length=row.prompt_length + len(context),
             payloads=tuple(placed.moved(len(context)) for placed in row.payloads),
-            routes=None,  # the policy's: the critic's router chooses by itself
         )
 
     def _values(self, batch: PackedBatch) -> torch.Tensor:
@@ -406,7 +407,6 @@ def _first_token(row: Row) -> Row:
         old=None,
         advantages=None,
         penalty=None if row.penalty is None else row.penalty.sum(keepdims=True),
-        routes=None if row.routes is None else row.routes[: size - 1],
     )
 
 

@@ -497,7 +497,7 @@ class Passes:
         make = functools.partial(
             plan, rows, tokens, cut=cut, gradients=gradients, coupled=coupled, **layout
         )
-        batches = self._ranks.planned(make) if self._model.payload_kinds else make()
+        batches = self._ranks.planned(make) if self.payload_kinds else make()
         return self.budget.planned(batches, cuts=self._cuts)
 
     @property

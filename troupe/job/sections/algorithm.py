@@ -242,7 +242,7 @@ class AlgorithmSpec(Section):
 
     @property
     def loss_traits(self) -> LossTraits:
-        """What is known of the loss."""
+        """Traits of the loss."""
         return loss_traits(self.loss)
 
     @property
