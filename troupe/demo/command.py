@@ -6,6 +6,7 @@ A wheel has the repository's folder `examples` at `troupe/examples` (setup.py), 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib
 import os
@@ -321,5 +322,6 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _title(folder: Path) -> str:
-    """What an example shows: the first line of its package's docstring."""
-    return (folder / "__init__.py").read_text().strip().strip('"').splitlines()[0]
+    """Return what an example shows: the first paragraph of its package's docstring, on one line."""
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())
