@@ -37,10 +37,10 @@ def _gang_node() -> int:
 
 
 class FollowerSettings(TrainerSettings):
-    """The settings of a host that follows a lead, read from `TROUPE_*` environment variables."""
+    """The settings of a host that follows a leader, read from `TROUPE_*` environment variables."""
 
     gang_node: int = Field(default_factory=_gang_node, ge=0, le=63)
-    """Number of this host in the gang; the lead is 0."""
+    """Number of this host in the gang; the leader is 0."""
 
 
 def follow(settings: FollowerSettings, stop: threading.Event) -> None:
@@ -48,7 +48,7 @@ def follow(settings: FollowerSettings, stop: threading.Event) -> None:
     host, port = split_address(settings.gang_endpoint)
     ranks = ranks_here(settings)
     terms = RankSettings.of(settings, ranks, "")
-    log.info("waiting for a gang", lead=settings.gang_endpoint, node=settings.gang_node)
+    log.info("waiting for a gang", leader=settings.gang_endpoint, node=settings.gang_node)
     while not stop.is_set():
         agent = launch(
             terms,
@@ -65,7 +65,7 @@ def follow(settings: FollowerSettings, stop: threading.Event) -> None:
 
 
 def main() -> int:
-    """Lead, or follow the lead, until SIGTERM; return the exit status."""
+    """Lead, or follow the leader, until SIGTERM; return the exit status."""
     settings = read_settings(FollowerSettings, "services.trainer.gang")
     if settings is None:
         return 2

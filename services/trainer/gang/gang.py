@@ -1,6 +1,6 @@
-"""The lead of a gang: starts its ranks under torchrun and sends them orders.
+"""The leader of a gang: starts its ranks under torchrun and sends them orders.
 
-`Frame` and `Channel` are the messages between the lead and rank 0, which broadcasts them to the
+`Frame` and `Channel` are the messages between the leader and rank 0, which broadcasts them to the
 other ranks; `Gang` is one set of ranks, `Gangs` all sets of a worker. `MemberRanks` are ranks on
 another worker's devices (lending.py). The module is also the entry point that wraps torchrun, so
 that ranks end with the worker.
@@ -62,8 +62,8 @@ from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 log = structlog.get_logger("troupe.gang")
 
 _VARIABLE = "TROUPE_GANG_TERMS"
-# Names the lead's host to torchrun, for a gang of several hosts.
-_LEAD = "TROUPE_GANG_LEAD"
+# Names the leader's host to torchrun, for a gang of several hosts.
+_LEADER = "TROUPE_GANG_LEADER"
 _LENGTH_BYTES = 8
 _POLL_SECONDS = 0.2
 # Seconds between SIGTERM and SIGKILL.
@@ -80,7 +80,7 @@ Loaded: TypeAlias = Callable[[int, int], None]
 class RankSettings:
     """The settings of a worker that its ranks need, passed through the environment as JSON."""
 
-    # Path of the lead's Unix socket; empty for ranks on other hosts.
+    # Path of the leader's Unix socket; empty for ranks on other hosts.
     channel: str
     device: str
     # torch threads of each rank.
@@ -135,7 +135,7 @@ class RankSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A message: an order of the lead, or an answer or progress report of rank 0."""
+    """A message: an order of the leader, or an answer or progress report of rank 0."""
 
     # Kind and small fields (JSON).
     header: dict[str, Any]
@@ -157,7 +157,7 @@ class Frame:
 
 
 class Channel:
-    """One end of the socket between the lead and rank 0. Raises EOFError, OSError once cut."""
+    """One end of the socket between the leader and rank 0. Raises EOFError, OSError once cut."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
@@ -166,7 +166,7 @@ class Channel:
 
     @classmethod
     def to(cls, path: Path) -> Channel:
-        """Connect to the lead that listens at `path`."""
+        """Connect to the leader that listens at `path`."""
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(path))
         return cls(connection)
@@ -294,7 +294,7 @@ class Gang:
         self._agent: subprocess.Popen[bytes] | None = None
         try:
             with socket.socket(socket.AF_UNIX) as listener:
-                path = self.directory / "lead"
+                path = self.directory / "leader"
                 listener.bind(str(path))
                 listener.listen(1)
                 terms = RankSettings.of(settings, self._ranks_here, str(path))
@@ -554,7 +554,7 @@ def launch(
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }
     if nodes > 1:
-        environment[_LEAD] = address
+        environment[_LEADER] = address
     if len(find_devices()) >= ranks:
         # Each rank sees only one of this process's devices.
         options.append("--virtual-local-rank")
@@ -718,9 +718,9 @@ def main() -> None:
         end_with_parent(int(parent))
     # Ranks are children of this process and must end with it, as it ends with the worker.
     os.environ["TROUPE_PARENT_PID"] = str(os.getpid())
-    # Looked up in this process, which SIGTERM ends immediately: while the lead is away, a name
+    # Looked up in this process, which SIGTERM ends immediately: while the leader is away, a name
     # server may take longer to answer than the follower's grace period.
-    if (lead := os.environ.get(_LEAD)) and (interface := interface_towards(lead)) is not None:
+    if (leader := os.environ.get(_LEADER)) and (interface := interface_towards(leader)) is not None:
         # Gloo would listen at the address of the host's name, which may be loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     from torch.distributed.elastic.multiprocessing.api import SignalException

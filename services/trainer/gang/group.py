@@ -161,8 +161,8 @@ class GangGroup(RankGroup):
         timeout_seconds: float = 120.0,
         report_load: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Create the group. `mesh`: one device of each rank. `asked_to_stop`: whether the lead gave
-        up the step.
+        """Create the group. `mesh`: one device of each rank. `asked_to_stop`: whether the leader
+        gave up the step.
 
         `data_dir`: this host's data directory. `timeout_seconds`: the limit of one operation.
         `report_load` is called with the loaded and total bytes of all ranks.
@@ -171,7 +171,7 @@ class GangGroup(RankGroup):
         self.mesh, self.control = mesh, control
         self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
         places = int(os.environ["LOCAL_WORLD_SIZE"])
-        # Number of the host (0: the lead's), and of the rank on it. Not LOCAL_RANK, which is 0 if
+        # Number of the host (0: the leader's), and of the rank on it. Not LOCAL_RANK, which is 0 if
         # torchrun gives each rank its own device.
         self.host, self.local = divmod(self.rank, places)
         self.hosts = self.size // places

@@ -469,7 +469,7 @@ def adapt(policy: str, lora: LoraSpec, module: Any, seed: int) -> AdapterContent
 
 
 class GatheredBase:
-    """The frozen weights under an adapter, for the lead of a gang, which has none of them."""
+    """The frozen weights under an adapter, for the leader of a gang, which has none of them."""
 
     def __init__(self, module: Any, checksum: str, gather: Callable[[], Tensors]) -> None:
         """`module`: the model on the meta device; `gather`: has the ranks bring the tensors, in
@@ -482,7 +482,7 @@ class GatheredBase:
 
     def rounded(self) -> DeferredTensors:
         """Not available without the ranks, which compute with them (`GangLearner.proof`)."""
-        raise AssertionError("the lead has no weights")
+        raise AssertionError("the leader has no weights")
 
 
 def adapted_outline(

@@ -1,10 +1,10 @@
-"""Contents of payloads (images, ...) on their way from the lead of a gang to its ranks.
+"""Contents of payloads (images, ...) on their way from the leader of a gang to its ranks.
 
 Every rank gets the tokens of all rows of a micro-batch and computes a share of them. If contents
 came with the rows, each would be copied to every rank, one host after another. So rows travel
-without contents (a payload is known by its digest), and the lead stores those contents in the
+without contents (a payload is known by its digest), and the leader stores those contents in the
 transfer layer of its host: under one key per row, the contents that no earlier row of the step has.
-A rank reads what its own passes need when it plans them: on the lead's host from shared memory,
+A rank reads what its own passes need when it plans them: on the leader's host from shared memory,
 elsewhere through the owner of its host. Rows with common prefixes go to one rank, so that most
 contents reach one host only. The keys are deleted with the step.
 """
@@ -39,10 +39,10 @@ class StoredContent:
 
 
 class StepPayloads:
-    """The lead's contents of one step's payloads. Not thread-safe."""
+    """The leader's contents of one step's payloads. Not thread-safe."""
 
     def __init__(self, transfer: Callable[[], HostTransfer], key: str) -> None:
-        """`transfer`: returns the lead's transfer layer, which ranks read; `key`: of the policy."""
+        """`transfer`: returns the leader's transfer layer, which ranks read. `key`: a policy's."""
         self._transfer, self._prefix = transfer, f"{key}/payloads@"
         # By digest, in hexadecimal.
         self._stored: dict[str, StoredContent] = {}

@@ -1,4 +1,4 @@
-"""A rank of a gang, `torchrun ... -m services.trainer.gang.rank`: carries out the lead's orders."""
+"""A rank of a gang, a process under torchrun: carries out the leader's orders."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Rank:
         settings: ServiceSettings,
         timeout_seconds: float,
     ) -> None:
-        """`channel`: the connection to the lead on rank 0; None on other ranks. `settings`: of this
-        host's worker. `timeout_seconds`: the limit of one operation of all ranks."""
+        """`channel`: the connection to the leader on rank 0; None on other ranks. `settings`: of
+        this host's worker. `timeout_seconds`: the limit of one operation of all ranks."""
         self._device, self._channel, self._settings = device, channel, settings
         self._data_dir = settings.data_dir
         self._reported = 0.0
@@ -94,7 +94,7 @@ class Rank:
         # Copies of their states; a copy stays until it is written, even if its policy leaves
         # before.
         self._copies: dict[str, ShardCopy] = {}
-        # By key of the policy; on the first rank of each host but the lead's.
+        # By key of the policy; on the first rank of each host but the leader's.
         self._specs: dict[str, HostSpecification] = {}
 
     def serve(self, idle_seconds: float) -> None:
@@ -116,14 +116,14 @@ class Rank:
                 self._channel.send(answer)
 
     def _asked_to_stop(self) -> bool:
-        """Return whether the lead has given up the current step."""
+        """Return whether the leader has given up the current step."""
         if self._channel is None:
             return False
         frame = self._channel.receive(0)
         return frame is not None and frame.header["order"] == "stop"
 
     def _report_load(self, done: int, total: int) -> None:
-        """Tell the lead from time to time how many bytes of a model all ranks have loaded."""
+        """Tell the leader from time to time how many bytes of a model all ranks have loaded."""
         now = time.monotonic()
         if self._channel is not None and now - self._reported > _REPORT_SECONDS:
             self._reported = now
@@ -134,7 +134,7 @@ class Rank:
         try:
             frame = self._channel.receive(seconds)
         except (EOFError, OSError):
-            return _LEAVE  # the lead has ended
+            return _LEAVE  # the leader has ended
         if frame is None or frame.header["order"] == "stop":
             return _WAIT  # a stop that came too late
         return frame
@@ -169,7 +169,7 @@ class Rank:
         if name in ("write_copy", "copy_written"):
             return self._write_copy(key, header)
         member = self._members[key]
-        # In the shared memory of the lead's host, rank 0's; None on other ranks.
+        # In the shared memory of the leader's host, rank 0's; None on other ranks.
         path = Path(header["path"]) if "path" in header and self._channel is not None else None
         match name:
             case "accumulate":
@@ -256,7 +256,7 @@ class Rank:
             self._copies.pop(key).close()
 
     def _prepare(self, header: Mapping[str, Any]) -> bool:
-        """Let each host except the lead's fetch models and code of a job; return whether all have
+        """Let each host except the leader's fetch models and code of a job; return whether all have
         them.
 
         Called repeatedly until they have, since ranks do not wait for it. Raises the error of one
@@ -335,7 +335,7 @@ def join_ranks(
 
 
 def _report_arrivals(store: Store, size: int, channel: Channel, seconds: float) -> None:
-    """Report the number of ranks that have joined to the lead, until all have."""
+    """Report the number of ranks that have joined to the leader, until all have."""
     until, reported = time.monotonic() + seconds, 0
     while reported < size and time.monotonic() < until:
         came = store.add(_CAME, 0)
@@ -349,7 +349,7 @@ def _report_arrivals(store: Store, size: int, channel: Channel, seconds: float) 
 
 
 def main() -> None:
-    """Run one rank until the lead ends it."""
+    """Run one rank until the leader ends it."""
     if parent := os.environ.get("TROUPE_PARENT_PID"):
         end_with_parent(int(parent), signal.SIGKILL)
     refuse_breakpoints(DEBUG_REMEDY)
@@ -379,8 +379,8 @@ class ShardCopy:
 
     This corresponds to `state/durability.py` on one device. The ranks' threads write one state
     together (`write_shards`) over a separate process group, since their collectives must not mix
-    with those of orders. The lead polls whether all are done, and only then gives the directory its
-    name. All ranks make it, and call its methods, in the same order.
+    with those of orders. The leader polls whether all are done, and only then gives the directory
+    its name. All ranks make it, and call its methods, in the same order.
     """
 
     def __init__(self, group: GangGroup, device: torch.device) -> None:

@@ -38,10 +38,10 @@ from services.trainer.gang.sharded_state import (
 from services.trainer.gang.suspended_shards import bring_shards, store_shards
 from services.trainer.learning.critic import with_value_head
 from services.trainer.learning.forward import TrainedModel
+from services.trainer.learning.kernels.setup import configure_model
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.lora import Adapter, begin_with
 from services.trainer.learning.model import check_teacher, load_base, load_model, with_dtype
-from services.trainer.learning.passes import configure_model
 from services.trainer.learning.samples import GroupBuffer, Row
 from services.trainer.state.parts import StoredParts
 from services.trainer.state.suspension import PooledParameters, split_fields, under
@@ -224,7 +224,7 @@ class RankLearner(Learner):
 
     def save(self, directory: Path) -> dict[str, str]:
         """Write this rank's part of the training state, and return the checksums of its files. If
-        hosts do not share a disk, rank 0 writes the whole state on the lead's disk.
+        hosts do not share a disk, rank 0 writes the whole state on the leader's disk.
 
         Raises ResourceExhausted of kind "storage_full" on all ranks.
         """
@@ -247,7 +247,7 @@ class RankLearner(Learner):
         return {} if path is None else {path.name: file_checksum(path)}
 
     def _read(self, directory: Path, *, moments: bool = True) -> Tensors:
-        """Return this rank's shards of the state in `directory`, on the lead's host."""
+        """Return this rank's shards of the state in `directory`, on the leader's host."""
         group, own = self._group, self.weights()
         there = group.shares_disk or group.rank == 0
         known = described(directory) if there else {}
@@ -345,7 +345,7 @@ class RankLearner(Learner):
         self.forget_payloads()
 
     def forget_payloads(self) -> None:
-        """Forget payload contents, and delete the copies that this host fetched; the lead deletes
+        """Forget payload contents, and delete the copies that this host fetched; the leader deletes
         the originals."""
         self.payloads.forget(fetched=self._group.host > 0)
 

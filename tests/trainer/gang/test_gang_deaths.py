@@ -63,7 +63,7 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def left_over(stage: TrainingStage, rooms: Path) -> list[str]:
     """Return the files that belong to no living gang and no version."""
     states = stage.root / "runs" / stage.job_id / "state/solver"
-    files = [path for room in rooms.iterdir() for path in room.iterdir() if path.name != "lead"]
+    files = [path for room in rooms.iterdir() for path in room.iterdir() if path.name != "leader"]
     unfinished = [path for path in states.iterdir() if path.name.startswith(".")]
     waiting = [key for key in stage.transfer.keys("") if "/training@" in key]
     return [*map(str, files), *map(str, unfinished), *waiting]

@@ -15,10 +15,10 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.trainer.learning import passes
+from services.trainer.learning.kernels import setup
+from services.trainer.learning.kernels.setup import configure_model
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
-from services.trainer.learning.passes import configure_model
 from tests.support.peaks import tensor_peak
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
@@ -139,7 +139,7 @@ def test_experts_are_left_out_of_compilation(tokenizer: Path, aux: float) -> Non
 def test_a_mixture_whose_experts_cannot_be_left_out_is_not_compiled(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "mixed_blocks", lambda model: [])
+    monkeypatch.setattr(setup, "mixed_blocks", lambda model: [])
     with pytest.raises(FailedPrecondition) as caught:
         learner_of(tokenizer, {"compile": "on"}, **MIXTURE)
     assert caught.value.kind == "model_unsupported"
