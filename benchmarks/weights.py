@@ -14,17 +14,17 @@ and verified. Two kinds of engines:
   version that each token names. A version moves weights by 0.1 % of their size.
 - `--real`: SGLang servers, launched as a job's are (`--python`: what has SGLang; without it the
   variables of the slow tests), with a model of half a billion parameters (`--small`: 47 million);
-  the former ways, by handles and by value, beside reading in place.
+  the former ways, by handles and by value, compared with reading in place.
 
 The last line is one JSON object. `copies`: bytes that this host's memory grew by while a first
 version was published and loaded (files in shared memory, and this process's own memory, which is
 trainer and rollout service; not what servers hold), per byte of it. `paused_fraction`: of the
 update (publishing to verified), in which one engine generated nothing. `four_over_one`: seconds of
-an update of four engines over those of one. They are of the largest paced size, `real` of servers.
-`gathers_per_version` (paced): how often the ranks of a gang gather a version that is published,
-proved, and loaded by three servers from the trainer's device (`benchmarks.transfer.gathers`).
-`proof_on_trainer`: whether versions come with proofs that the trainer's device has computed
-(`benchmarks.transfer.proofs`).
+an update of four engines, divided by the seconds of one. They are of the largest paced size, `real`
+of servers. `gathers_per_version` (paced): how often the ranks of a gang gather a version that is
+published, proved, and loaded by three servers from the trainer's device
+(`benchmarks.transfer.gathers`). `proof_on_trainer`: whether versions come with proofs that the
+trainer's device has computed (`benchmarks.transfer.proofs`).
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def _unescaped(row: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark the tables that are lists, so that a narrow screen shows them as such (site.css): those
-    of a job's fields, and those of two columns."""
+    """Mark the tables that are lists, so that a narrow screen shows them as such (site.css): the
+    tables of a job's fields, and tables of two columns."""
 
     def marked(match: re.Match[str]) -> str:
         headers = re.findall(r"<th[^>]*>(.*?)</th>", match[1], re.S)

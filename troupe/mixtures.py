@@ -3,8 +3,8 @@
 A router of transformers selects its experts by one `torch.topk` over all of them. `Routers` lets
 this selection be recorded (engines return it, the trainer counts it) and replaced by another one:
 router replay (R3, Ma et al. 2025, https://arxiv.org/abs/2510.11370), where the trainer computes
-with the experts that the engine computed with. Gate values stay those of the model's own scores, so
-that gradients reach the router.
+with the experts that the engine computed with. Gate values still come from the model's own scores,
+so that gradients reach the router.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class PrefixIndex:
     ) -> OwnPart:
         """Add a row; return the part that earlier rows do not share.
 
-        `prompt`, `response`: int32 [n]. `payloads`: those of the prompt. Only `columns` in
+        `prompt`, `response`: int32 [n]. `payloads`: the prompt's. Only `columns` in
         `SHARED_COLUMNS` are shared. A prompt keeps at least its last token.
         """
         arrays = {

@@ -37,7 +37,7 @@ MAX_DEPTH: Final = 100
 # Characters of a number; 64 bits have 20 decimal or 64 binary digits.
 MAX_DIGITS: Final = 80
 
-# PyYAML's composer, whose methods replace those of libyaml's loader, which cannot count.
+# PyYAML's composer, whose methods replace the ones of libyaml's loader, which cannot count.
 _COMPOSER: Final[Any] = Composer
 _TAG: Final = "tag:yaml.org,2002:"
 _TEXT: Final = f"{_TAG}str"
@@ -302,7 +302,7 @@ def _construct_word(loader: _Loader, node: yaml.ScalarNode) -> Word:
 _Loader.add_constructor(f"{_TAG}int", _construct_int)
 _Loader.add_constructor(f"{_TAG}float", _construct_float)
 _Loader.add_constructor(_WORD, _construct_word)
-# Types of plain scalars: those of YAML 1.1, except `Word`, no base-60 numbers (12:30 is not 750),
+# Types of plain scalars: as in YAML 1.1, except `Word`, no base-60 numbers (12:30 is not 750),
 # and `1e-5` is a number.
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (

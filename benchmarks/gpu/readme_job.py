@@ -101,7 +101,7 @@ def job_of(
 
 
 def engine_of(engine: Mapping[str, Any], python: str, gpus: int, *, quick: bool) -> dict[str, Any]:
-    """Return the section `engine` of a policy: README's, or that of an embedded engine."""
+    """Return the section `engine` of a policy: README's, or an embedded engine's."""
     sizes = {"max_context": 128 if quick else 2048, "max_running": 8 if quick else 128}
     if not python:
         return {"kind": "embedded", **sizes}

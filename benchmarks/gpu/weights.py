@@ -9,8 +9,8 @@ GPU), `broadcast` (NCCL, which needs a second GPU; gloo on a CPU), or read in pl
 memory. Seconds of an update in all and of its pause are medians after the first, whose pause is
 given too. Where there is no SGLang, the embedded engine takes the server's place for `in_place`.
 
-Proved, after every update and beside the engine's own proof: turns are of the new version, and
-their log-probs are those of a plain forward pass in float32 over the published weights
+Proved after every update, in addition to the engine's own proof: turns are of the new version, and
+their log-probs equal a plain forward pass's in float32 over the published weights
 (`mismatch`: mean of exp(d) - 1 - d over tokens, d the difference of both; `of_former_version`: by
 the weights before, which a step with a large learning rate has changed).
 """

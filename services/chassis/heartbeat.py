@@ -279,7 +279,7 @@ class HostMeter:
 
 
 def measured_use(devices: Sequence[Device]) -> orchestrator_pb.HostUse:
-    """Return the use of this host's memory and of those of `devices` that have a driver."""
+    """Return the memory use of this host, and of each of `devices` that has a driver."""
     total, free = host_memory()
     use = orchestrator_pb.HostUse(memory_bytes=total, used_bytes=total - free)
     found = device_use(devices)

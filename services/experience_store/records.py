@@ -241,7 +241,7 @@ class StagedRow(NamedTuple):
     ) -> StagedRow:
         """Return the row of `sample`.
 
-        `raw_row`: its serialization; `own_tokens`: its tokens without those of its stem. `names`: a
+        `raw_row`: its serialization; `own_tokens`: its tokens without its stem's. `names`: a
         message with only its query and trajectory, in which the other fields that identify the row
         are set here. All rows of an ending use one message, which is faster than making one each.
         """

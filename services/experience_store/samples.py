@@ -345,7 +345,7 @@ class Samples:
         token: str,
     ) -> tuple[list[store_pb.Sample], str]:
         """Return at most `size` samples in order of step, query, group and id, and where the next
-        page starts ('' behind the last). Those of committed steps come without their raw row.
+        page starts ('' after the last). Samples of committed steps lack their raw row.
         """
         await self._tables.check_policy(job, policy)
         place = _PageStart.parse(token) if token else None

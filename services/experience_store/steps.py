@@ -43,7 +43,7 @@ class StepStatus:
     expected: int = 0
     """Admitted trajectories, including redundant ones and trajectories of dropped queries."""
     ended: int = 0
-    """Ids of the ended trajectories, including those of dropped queries."""
+    """Ids of the ended trajectories, including trajectories of dropped queries."""
     complete: int = 0
     """Queries whose trajectories have all ended."""
     endings: dict[str, Ending] = field(default_factory=dict)

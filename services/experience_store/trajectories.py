@@ -91,7 +91,7 @@ class Append:
 
     @property
     def stage_name(self) -> str:
-        """The name of its staged rows among those of the step."""
+        """The name of its staged rows in the step."""
         return f"{self.trajectory}:{self.ending.attempt}"
 
     def stage(self, table: TableSchema, policy: str, step: int) -> Command:

@@ -87,14 +87,14 @@ async def run_with_background(
     main: Coroutine[Any, Any, T], background: Coroutine[Any, Any, None]
 ) -> T:
     """Return the result of `main`. A failure of `background` cancels `main` and is raised."""
-    body, beside = asyncio.create_task(main), asyncio.create_task(background)
+    body, other = asyncio.create_task(main), asyncio.create_task(background)
     try:
-        await asyncio.wait({body, beside}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({body, other}, return_when=asyncio.FIRST_COMPLETED)
         if not body.done():
-            beside.result()
+            other.result()
         return await body
     finally:
-        await cancel_all((body, beside))
+        await cancel_all((body, other))
 
 
 def cancelled_from_outside() -> bool:

@@ -439,7 +439,7 @@ class CoreManager:
         self._backend = backend
         # Group -> leases of its running calls: a sandbox may run several.
         self._granted: dict[str, list[CoreLease]] = {}
-        # Groups whose cores `backend` sets; those of containers are set by their engine.
+        # Groups whose cores `backend` sets; a container's cores are set by its engine.
         self._adopted: set[str] = set()
         self.kind = backend.name
 

@@ -79,7 +79,7 @@ class Invocations:
             settings.reward_result_mib << 20,
             field="invocation_id",
         )
-        # By invocation id: calls that wait for their sandbox, and those of them that are cancelled.
+        # By invocation id: calls that wait for their sandbox, and the cancelled ones among them.
         self._opening: dict[str, asyncio.Task[SandboxExecutor]] = {}
         self._cancelled: set[str] = set()
 

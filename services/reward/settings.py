@@ -42,7 +42,7 @@ class RewardSettings(ServiceSettings):
     """How long a stateful sandbox is kept without calls, unless its function says otherwise."""
     reward_environment: str = ""
     """Variables of the service's environment that functions of the level `process` see, in addition
-    to those of `services/reward/sandboxes/profile.py`: names separated by commas, `*` for any
+    to the list in `services/reward/sandboxes/profile.py`: names separated by commas, `*` for any
     characters. For example the one with a judge's API key."""
     reward_memory_mib: int = Field(default=0, ge=0)
     """Memory that running calls may have declared together. 0: it is not counted."""

@@ -368,7 +368,7 @@ class JobFunctions:
 
     @property
     def _describer(self) -> tuple[str, str]:
-        """Name and version of the function that describes those of this job."""
+        """Name and version of the function that describes this job's functions."""
         if self._sha256:
             return f"{self._job_id}/describe", self._sha256[:16]
         return _NAME, __version__

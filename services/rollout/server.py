@@ -77,8 +77,8 @@ class RolloutService(rollout_grpc.RolloutServicer):
     def __init__(
         self, settings: RolloutSettings, telemetry: Telemetry, *, make: HostFactory | None = None
     ) -> None:
-        """Assemble the service. `make` makes the hosts of engines; by default those of
-        `services.rollout.engines`."""
+        """Assemble the service. `make` makes the hosts of engines (default: as
+        `services.rollout.engines` does)."""
         self._worker_id = settings.worker_id
         client = settings.client(retry=_STORE_RETRY)
         self._store = connect(settings.experience_store_address, client)

@@ -61,7 +61,7 @@ class PolicyBinding:
         self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
         # Whether the policy is trained; a frozen policy is only published.
         self.trainable = spec.policies[policy].trainable
-        # Distinguishes this binding's claims from those of earlier bindings.
+        # Distinguishes this binding's claims from earlier bindings'.
         self.claimant = f"{settings.worker_id}/{new_id('binding')}"
         self.state: common_pb.BindingState.ValueType = common_pb.BINDING_STATE_BINDING
         # Size of the training state on the device.

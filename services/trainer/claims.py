@@ -481,8 +481,8 @@ def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
 
 
 def refs_of(samples: Iterable[store_pb.Sample], *, shared: bool = True) -> Iterator[str]:
-    """Yield the keys of columns and payloads that samples keep by reference, without those of
-    earlier samples that theirs begin with. `shared`: also of what later samples may begin with."""
+    """Yield the keys of columns and payloads that samples keep by reference, except keys of earlier
+    samples that they begin with. `shared`: also of columns that later samples may begin with."""
     for sample in samples:
         for name, column in sample.columns.items():
             if name in prefixes.SHARED_COLUMNS and not shared:

@@ -522,10 +522,10 @@ class Versions:
     def restart(self, version: int, checksum: str) -> None:
         """Make the first version's state the version after `version`, without a step. Idempotent.
 
-        Frontier and random generators stay those of `version`.
-        `checksum`: of version 0, as committed. Raises FailedPrecondition of kind "not_bound"
-        at another version, "state_not_found" when version 0 is not kept, "weights_changed" when it
-        is another one; StorageFull, ResourceExhausted.
+        The frontier and random generators stay `version`'s. `checksum`: of version 0, as committed.
+        Raises FailedPrecondition of kind "not_bound" at another version, "state_not_found" when
+        version 0 is not kept, "weights_changed" when it is another one; StorageFull,
+        ResourceExhausted.
         """
         if self.committed == version + 1 and self.weights.checksum == checksum:
             return

@@ -83,10 +83,10 @@ async def test_a_job_that_ran_is_planned_from_what_was_measured(
         assert profile.prompts["player"].quantile(0.9) < 100
         speed = profile.policies["solver"].engine.speed()
         assert speed is not None
-        assert 1 < speed.beside <= 4
-        step = speed.decode_seconds + speed.decode_seconds_per_turn * speed.beside
+        assert 1 < speed.concurrency <= 4
+        step = speed.decode_seconds + speed.decode_seconds_per_turn * speed.concurrency
         # Machines add to the simulated time; nothing is faster.
-        assert 0.8 * (0.01 + 0.0005 * speed.beside) < step < 0.1
+        assert 0.8 * (0.01 + 0.0005 * speed.concurrency) < step < 0.1
         assert profile.policies["solver"].trained_tokens_per_second > 0
         assert profile.policies["solver"].queue_seconds.mean > 0
         info = await handle.info()

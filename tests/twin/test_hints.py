@@ -26,7 +26,7 @@ SPEED = EngineSpeed(
     1 / ENGINE.prefill_tokens_per_second,
     ENGINE.decode_seconds,
     ENGINE.decode_seconds_per_turn,
-    beside=6.0,
+    concurrency=6.0,
 )
 STEPS = 5
 

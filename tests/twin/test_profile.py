@@ -21,10 +21,12 @@ READ, STEP, PER_TURN = 1 / 20_000, 0.02, 0.0005
 
 def turn(rng: random.Random, agent: str, prompt: int, scale: float = 1.0) -> MeasuredTurn:
     """A turn of an engine whose pace is known, with 20 % of noise."""
-    response, beside = rng.randint(50, 400), float(rng.randint(1, 60))
-    seconds = prompt * READ + response * (STEP + PER_TURN * beside)
+    response, concurrency = rng.randint(50, 400), float(rng.randint(1, 60))
+    seconds = prompt * READ + response * (STEP + PER_TURN * concurrency)
     noise = rng.lognormvariate(0, 0.2)
-    return MeasuredTurn(agent, agent, prompt, response, 0, 0.1, scale * seconds * noise, beside)
+    return MeasuredTurn(
+        agent, agent, prompt, response, 0, 0.1, scale * seconds * noise, concurrency
+    )
 
 
 def measured(spec: JobSpec, steps: int = 4, queries: int = 8, scale: float = 1.0) -> JobProfile:

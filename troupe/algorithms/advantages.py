@@ -77,8 +77,8 @@ class SampleBatch:
     columns: Sequence[Mapping[str, Any]] = ()
     # float64 [n]: each sample's own entry in `group_rewards`; None: its reward.
     own_entries: torch.Tensor | None = None
-    # float64 [n]: with `baseline_weight: trajectory` the variance of rewards in a trajectory, as a
-    # mean over those of each group; None: 0.
+    # float64 [n]: with `baseline_weight: trajectory` the variance of rewards within a trajectory,
+    # averaged over the trajectories of each group; None: 0.
     group_within: torch.Tensor | None = None
     # float64 [n]: what each turn earned, its agent's reward with the last turn of a chain. None
     # unless the function has the attribute `whole_group`.

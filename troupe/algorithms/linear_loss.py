@@ -68,8 +68,8 @@ def score_rows(
 ) -> None:
     """Fill `logprobs`, `entropy` and `mass` (float32 [n]) from logits over temperatures.
 
-    `logits`: [n, V], contiguous; `targets`: int64 [n]; `temperatures`: [n]. `logprobs` are those of
-    the targets, `entropy` is in nats, `mass` is the logsumexp. A logit of -inf contributes nothing
+    `logits`: [n, V], contiguous; `targets`: int64 [n]; `temperatures`: [n]. `logprobs` are the
+    targets', `entropy` is in nats, `mass` is the logsumexp. A logit of -inf contributes nothing
     to the entropy.
     """
     vocabulary = logits.shape[1]

@@ -82,7 +82,7 @@ def _passages(text: str) -> NDArray[np.uint64]:
     codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
     found = codes.astype(np.uint64)
     width = 1
-    # The hash of 2w characters from those of w: all offsets at once, in five passes for 32.
+    # The hash of 2w characters from two hashes of w: all offsets at once, in five passes for 32.
     for multiplier in _MULTIPLIERS:
         found = found[:-width] * multiplier + found[width:]
         width *= 2

@@ -164,7 +164,7 @@ def linear_layers(
     without a layer.
 
     `wanted`: last parts of names, or "all-linear" for every linear layer. The output layer is never
-    among them: its weights may be those of the embedding.
+    among them: it may share its weights with the embedding.
     """
     head = output_layer(model)
     found: dict[str, tuple[int, int]] = {}
@@ -195,7 +195,7 @@ def unknown_targets(model: Any, unknown: Sequence[str]) -> tuple[str, str]:
 
 
 def targets_of_experts(model: Any, names: Sequence[str]) -> list[str]:
-    """Return those of `names` that are projections of experts, in checkpoints or in the model."""
+    """Return the names among `names` of projections of experts, in checkpoints or in the model."""
     stored = {*CheckpointFormat(model, torch.float32).layout, *model.state_dict()}
     projections = {
         name.removesuffix(".weight").rpartition(".")[2] for name in stored if ".experts." in name

@@ -404,7 +404,7 @@ def _planned(
 def _conversions(model: Any, outline: Any, names: Iterable[str]) -> list[Any]:
     """Return the load-time conversions that saving a checkpoint of `model` has to revert.
 
-    These are the conversions that `model` was loaded with, or by default those of its architecture.
+    These are the conversions that `model` was loaded with, or by default its architecture's.
     A checkpoint with stacked experts (`save_original_format=False`) was loaded without some of
     them; engines do not know that variant, so its model is saved like a newly made one. A prefix is
     restored only if loading removed it.

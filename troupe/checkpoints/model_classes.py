@@ -1,6 +1,6 @@
 """Imports what every architecture of transformers needs, before the first model is loaded.
 
-Its Auto classes are lazy. `modeling_utils` also imports the losses of all architectures; those of
+Its Auto classes are lazy. `modeling_utils` also imports the losses of all architectures; losses of
 object detectors import `scipy.optimize` if it is installed: 0.2 of the 2.1 CPU seconds that all of
 this takes, and 22 MiB in every worker. No policy is an object detector, so they get none here.
 

@@ -53,7 +53,7 @@ Proven = Literal["published", "base"]
 
 
 class ProofFailed(ValueError):
-    """A server's log-probs are not those of the weights that it is said to serve."""
+    """A server's log-probs do not fit the weights that it is said to serve."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class Proof:
         return replace(self, ids=self.ids[:fitting], logprobs=self.logprobs[: fitting - 1])
 
     def check(self, found: Sequence[float]) -> None:
-        """Raise ProofFailed unless log-probs `found` by a server are those of the weights."""
+        """Raise ProofFailed unless the log-probs `found` by a server fit the weights."""
         if len(found) != len(self.logprobs):
             raise ProofFailed(f"{len(found)} log-probs of {len(self.logprobs)} tokens")
         mean = mean_difference(torch.tensor(found), torch.tensor(self.logprobs))
         if not mean <= self.allowed:  # also if it is not a number
             raise ProofFailed(
-                f"prompt log-probs differ by {mean:.3g} on average from those of the published "
-                f"weights (rounding explains {self.allowed:.3g})"
+                f"prompt log-probs differ by {mean:.3g} on average from the published weights' "
+                f"(rounding explains {self.allowed:.3g})"
             )
 
 

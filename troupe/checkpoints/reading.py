@@ -141,7 +141,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model's checkpoint: `model.safetensors` if there is one (as
-    transformers chooses), else those of its index.
+    transformers chooses), else the files in its index.
 
     Raises OSError, or ValueError for a malformed index, including one that names files outside the
     directory.

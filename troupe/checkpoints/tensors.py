@@ -130,7 +130,7 @@ def _compare(source: str | Path, model: Any) -> None:
 
 
 def fitted(model: Any, stored: Layout) -> ModelArrangement:
-    """Return the conversion of a checkpoint with the tensors `stored` to those of a transformers
+    """Return the conversion of a checkpoint's tensors, `stored`, to the tensors of a transformers
     model, which may be on the meta device. Raises TensorsDoNotFit, by the names in the files."""
     strays: list[str] = []
     try:

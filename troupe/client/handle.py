@@ -270,11 +270,11 @@ class AsyncJobHandle:
     ) -> AsyncIterator[Trajectory]:
         """Yield the newest `limit` conversations (None: all that are kept), the newest first.
 
-        `evaluation` selects those of evaluations (True) or of training (False); `failed` those that
-        did not complete; `text` those with the text in a message or reply; `agent` those in which
-        the agent took a turn; `from_step` and `to_step` a range of steps; `min_reward` and
-        `max_reward` a range of rewards: of `agent` if given, else of the team, or the mean over
-        agents.
+        `evaluation` selects conversations of evaluations (True) or of training (False). `failed`
+        selects the ones that did not complete; `text`, the ones with this text in a message or
+        reply; `agent`, the ones in which this agent took a turn; `from_step` and `to_step` a range
+        of steps; `min_reward` and `max_reward` a range of rewards: of `agent` if given, else of the
+        team, or the mean over agents.
         """
         request = orchestrator_pb.ListTrajectoriesRequest(
             job_id=self.id,

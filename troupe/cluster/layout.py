@@ -62,7 +62,7 @@ _AFTER: Mapping[str, tuple[str, ...]] = {
     "trainer": ("experience_store", "orchestrator"),
     "control_panel": ("orchestrator",),
 }
-# The modules that each kind of service imports when it starts, after those of all kinds.
+# The modules that each kind of service imports when it starts, after all kinds' common modules.
 _COMMON = ("services.chassis.app", "troupe.job", "numpy")
 _PRELOAD: Mapping[str, tuple[str, ...]] = {
     "experience_store": ("uvloop", "services.experience_store.server"),

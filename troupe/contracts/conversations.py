@@ -193,7 +193,7 @@ class ConversationLog:
         )
 
     def find(self, trajectory_ids: Collection[str]) -> list[Kept]:
-        """Return those of the conversations that are kept, as they were written; unordered."""
+        """Return the kept ones of these conversations as they were written, unordered."""
         left = set(trajectory_ids)
         found = []
         for data, entries in self._newest_first() if left else ():

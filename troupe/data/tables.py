@@ -76,7 +76,7 @@ class Table(ABC):
 
     @abstractmethod
     def names(self, rows: int) -> Names:
-        """Return the columns and their parts; for JSON, those of the first `rows` rows."""
+        """Return the columns and their parts; for JSON, only of the first `rows` rows."""
 
     @abstractmethod
     def read(self, begin: int, end: int) -> list[dict[str, Any]]:

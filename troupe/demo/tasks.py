@@ -4,8 +4,8 @@ A query is addressed by (split, seed, index) and is a pure function of the three
 drawn from finite pools (a word list, small numbers), so different seeds may well draw the same
 question; the split is therefore decided by a digest of the question itself, not by the seed.
 
-The puzzles are those of three datasets of reasoning_gym (Apache-2.0); `words.txt` has the words of
-four letters of its list, without offensive ones. They are written out here because reasoning_gym
+The puzzles come from three datasets of reasoning_gym (Apache-2.0); `words.txt` has the four-letter
+words of its list, without offensive ones. They are written out here because reasoning_gym
 cannot be installed without a C compiler.
 """
 

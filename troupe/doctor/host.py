@@ -31,7 +31,7 @@ _HELD: Final = 0.02
 # What chassis/app.py raises the limit of open files to, and below which conversations fail.
 _MANY_FILES: Final = 65_536
 _FEW_FILES: Final = 4_096
-# Weights of the example teams need less; those of larger models pass through it once.
+# Weights of the example teams need less; larger models' weights pass through it once.
 _LITTLE_SHARED_MEMORY: Final = GIB
 # Network interfaces that join no hosts.
 _LOCAL_INTERFACES: Final = ("lo", "docker", "veth", "br-", "virbr", "cni", "flannel", "cali")

@@ -2,7 +2,7 @@
 
 `decide` is a pure function, so that `troupe job validate`, `troupe train`, which starts a cluster
 for the job, and the orchestrator come to the same numbers. Engines share the devices of a rollout
-worker, gangs those of the trainers, both in proportion to the policies' work
+worker, and gangs share the trainers' devices, both in proportion to the policies' work
 (`troupe.scheduling.filling`): tokens that their agents draw times parameters.
 """
 
@@ -133,11 +133,11 @@ def devices_per_trainer(spec: JobSpec, decision: Decision) -> int:
 
 def _work(spec: JobSpec, shapes: Mapping[str, ModelShape | None]) -> dict[str, float]:
     """Return the work of each policy in a step, in any unit: tokens that its agents may draw, times
-    the parameters of its model if those of all are known."""
+    the parameters of its model if all models' parameters are known."""
     tokens: dict[str, float] = {}
     for name in spec.policies:
         agents = [one for one in spec.agents.values() if one.policy == name]
-        # A policy without an agent (a teacher, a slot) works for those of others.
+        # A policy without an agent (a teacher, a slot) works for other policies' agents.
         tokens[name] = sum(one.sampling.max_new_tokens for one in agents) or 1.0
     known = {name: shapes.get(name) for name in spec.policies}
     if any(one is None for one in known.values()):

@@ -284,7 +284,9 @@ def setup_of(
         offloaded=own.trainer.offload != "none",
         fused_norms=device == "cpu" and fused and not (half and adapter),
         short_rows=longest <= SHORT_ROW,
-        beside=SLEEPING_SERVER_BYTES if policy in spec.colocated and own.engine.is_server else 0,
+        other_bytes=SLEEPING_SERVER_BYTES
+        if policy in spec.colocated and own.engine.is_server
+        else 0,
     )
     others = [one for name, one in spec.policies.items() if name != policy and one.model]
     # Policies that train adapters over one base share it.

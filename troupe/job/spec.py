@@ -116,7 +116,7 @@ class JobSpec(JobFields):
             pools = Pools.of(self.population, self.agents, own)
             if strange := set(self.policies) - set(own) - set(pools.slots):
                 raise ValueError(
-                    f"policies.{min(strange)}: names with '--' are those of the population's slots "
+                    f"policies.{min(strange)}: names with '--' belong to the population's slots "
                     f"({', '.join(pools.slots)}); choose another name"
                 )
             _check_population(self, pools)

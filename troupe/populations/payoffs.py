@@ -342,7 +342,7 @@ def episode_of_match(players: int, match: int) -> int:
     """Return the episode number to pass to `seats` for a match of a game that may change seats
     itself.
 
-    These seatings change more slowly than those of a game that calls `seats` match by match, so
+    These seatings change more slowly than in a game that calls `seats` match by match, so
     that every arrangement occurs equally often, whether the game changes seats or not.
     """
     slow = match // players

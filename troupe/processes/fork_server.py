@@ -76,8 +76,8 @@ class _Server:
     """The loop of the server: imports, requests, ended children."""
 
     def __init__(self, state: _State, imported: list[str], *, resumed: bool = False) -> None:
-        """`imported`: those of the state's modules that this process has. The others are imported
-        at once or, if it has `resumed`, when a request needs them."""
+        """`imported`: the modules of the state that this process has imported. It imports the
+        others at once or, if it has `resumed`, when a request needs them."""
         self._state = state
         self._control = socket.socket(fileno=state.control)
         self._control.set_inheritable(False)

@@ -95,7 +95,7 @@ class ForkServer:
     ) -> None:
         """`groups` has each server's modules, which it imports in this order after the `common`
         ones, with `environment` as the whole environment. `rest_seconds`: for how long a server
-        keeps its imports after a fork; those of other groups keep them for good."""
+        keeps its imports after a fork; servers of other groups keep them for good."""
         self._groups = {name: list(modules) for name, modules in groups.items()}
         self._common = list(common)
         self._rest_seconds = dict(rest_seconds or {})

@@ -275,7 +275,7 @@ class TextBlock(NamedTuple):
     """A fenced code block of a reply, or the text between two of them."""
 
     text: str
-    """Lines that end with a newline; those of a fenced block lack their common indentation."""
+    """Lines that end with a newline; a fenced block's lines lack their common indentation."""
     info: str | None = None
     """The info string after the opening fence (`python title="x"`); None: the text is not
     fenced."""
@@ -305,7 +305,7 @@ _NOTHING: Final = object()
 def read_blocks(text: str) -> list[TextBlock]:
     """Split `text` into fenced code blocks and the text between them, without blank ones.
 
-    Fences are those of CommonMark 0.31, section 4.5: at least three backticks or tildes with any
+    Fences follow CommonMark 0.31, section 4.5: at least three backticks or tildes with any
     info string, closed by a fence that is at least as long and is not indented further than three
     columns, else by the end of the text. Models also write fences that no Markdown parser accepts;
     these count, too: behind other text (`Code: ```python`), before a tag

@@ -287,8 +287,8 @@ _WAVE_FRACTION: Final = 0.25
 
 
 def due_wave(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
-    """Return how many of the waiting groups of trajectories start now: those of `groups_that_fit`,
-    unless a larger wave is worth waiting for."""
+    """Return how many of the waiting groups of trajectories start now: `groups_that_fit`, unless
+    a larger wave is worth waiting for."""
     count = groups_that_fit(sizes, in_flight=in_flight, limit=limit)
     if count < len(sizes) and in_flight > (1 - _WAVE_FRACTION) * limit:
         return 0

@@ -466,7 +466,7 @@ class _Table:
                 continue
             if len(going) > 1:
                 continue  # no device of the leader holds the state of a group's gang
-            # Beside the state that computes there now, which leaves only when told to.
+            # In addition to the state that computes there now, which leaves only when told to.
             if any(not self._plans[w].room_beside(policy) for w in going):
                 continue
             busy.update(going)

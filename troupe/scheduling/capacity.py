@@ -92,10 +92,10 @@ class SharedCapacity:
             self._notify()
         self._offer_places()
 
-    def ended(self, beside: float, seconds: float, tokens: int) -> None:
+    def ended(self, in_flight: float, seconds: float, tokens: int) -> None:
         """Record a turn that has ended (see `AdaptiveLimit.ended`)."""
         if self._adaptive is not None:
-            self._adaptive.ended(beside, seconds, tokens)
+            self._adaptive.ended(in_flight, seconds, tokens)
 
     def _notify(self) -> None:
         for member in list(self._members.values()):

@@ -31,7 +31,7 @@ class DeviceDefaults:
 
     forward_tokens: int
     """`trainer.forward_tokens`: enough to keep the device busy, few enough for the activations.
-    With activation checkpointing those of an 8 B model are about 0.3 MB per token (36 layers of
+    With activation checkpointing, an 8 B model's are about 0.3 MB per token (36 layers of
     4,096 numbers in half precision): 4.8 GB for 16,384 tokens."""
     max_running: int
     """`engine.max_running`. Keys and values of an 8 B model are 147 KB per token: an 80 GB device

@@ -146,7 +146,7 @@ class DevicePlan:
     """The members' devices by request, and what was refused."""
 
     members: Mapping[str, tuple[MemberDevices, ...]]
-    """By number. Those of a refused request are the ones that run already."""
+    """By number. For a refused request: the members that run already."""
     refusals: tuple[DeviceRefusal, ...] = ()
 
 

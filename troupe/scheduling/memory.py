@@ -142,7 +142,7 @@ class TrainingSetup:
     copies that are made for each use or `kept` across passes; empty: by autocast or FSDP."""
     short_rows: bool = True
     """Whether no row is longer than 128 tokens: on a CPU these have an attention of their own."""
-    beside: int = 0
+    other_bytes: int = 0
     """Bytes of the device that other processes keep (`SLEEPING_SERVER_BYTES`)."""
 
     @property
@@ -246,7 +246,7 @@ def _overhead(setup: TrainingSetup, working: int) -> int:
     # NCCL has buffers of its own for the ranks of a host and for those between hosts.
     groups = (setup.ranks > 1) + (setup.replicas > 1)
     collective = groups * _COLLECTIVE_BYTES
-    return _CONTEXT_BYTES + collective + int(_FRAGMENTS * working) + setup.beside
+    return _CONTEXT_BYTES + collective + int(_FRAGMENTS * working) + setup.other_bytes
 
 
 # Bytes of (gathered weights, activations, logits) at the moments when memory is fullest.
@@ -284,8 +284,8 @@ def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
     if setup.gang:  # this layer's gradient, and float32 of it and of the one before
         gathered += (_wide(setup) + 2 * _FULL) * (shape.layer - _experts(shape, setup))
         gathered += (_wide(setup) + 3 * _FULL) * _own_experts(shape, setup)
-    # That of an output layer of its own has been added to those of earlier passes. A tied one is
-    # added with the embedding's, at the end; a gang scatters it then, too.
+    # The gradient of a separate output layer has been added to the earlier passes' gradient. A tied
+    # layer's is added with the embedding's, at the end; a gang scatters it then, too.
     waits = shape.tied or setup.gang
     head = _head_gradient(shape, setup) if waits else 0
     return gathered, _kept_bytes(shape, setup) + setup.tokens * busy, head
@@ -299,8 +299,8 @@ def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     rotary = 2 * _FULL * shape.head_dim
     pairs = 2 * shape.kv_heads * shape.head_dim
     product = _HALF if setup.half else _FULL
-    # Keys and values of earlier pieces, with their gradients; those of the other ranks' slices,
-    # which each layer gathers.
+    # Keys and values of earlier pieces, with their gradients; and of the other ranks' slices, which
+    # each layer gathers.
     states = setup.history * shape.layers * pairs * (product + _FULL)
     if setup.slices > 1:
         busy = _busy_layers(shape, setup)
@@ -337,7 +337,7 @@ def _experts(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def _own_experts(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Return those of one rank."""
+    """Return the parameters of the experts on one rank."""
     return -(-_experts(shape, setup) // setup.expert_ranks)
 
 

@@ -265,14 +265,14 @@ def mark(path: Path, kind: str, text: str = "", *, identity: tuple[int, int] | N
         inode, changed = identity or blob.identity(path)
         temp = path.parent / f".{path.name}.{kind}.{os.getpid()}.{threading.get_ident()}.tmp"
         temp.write_text(f"{inode} {changed} {text}")
-        temp.replace(_beside(path, kind))
+        temp.replace(_sidecar(path, kind))
 
 
 def note(path: Path, kind: str, identity: tuple[int, int] | None = None) -> str | None:
     """Return the text of a mark of the file at `path` (with this `identity`); None if there is
     none."""
     try:
-        inode, changed, text = _beside(path, kind).read_text().split(" ", 2)
+        inode, changed, text = _sidecar(path, kind).read_text().split(" ", 2)
         same = (int(inode), int(changed)) == (identity or blob.identity(path))
     except (OSError, ValueError):
         return None
@@ -282,7 +282,7 @@ def note(path: Path, kind: str, identity: tuple[int, int] | None = None) -> str 
 def clear(path: Path) -> None:
     """Remove all marks of `path`."""
     for kind in ("verified", "fetched", "damaged"):
-        _beside(path, kind).unlink(missing_ok=True)
+        _sidecar(path, kind).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -295,7 +295,7 @@ def alone(
     TimeoutError at `deadline` (on the monotonic clock), and InvalidKey if no state can be at
     `path`. The death of a process frees its lock.
     """
-    lock = _beside(path, "lock")
+    lock = _sidecar(path, "lock")
     file = _locked(path, lock, deadline, unless)
     if file is None:
         yield False
@@ -309,7 +309,7 @@ def alone(
 
 def busy(path: Path) -> bool:
     """Return whether some thread or process seems to hold the lock of `path` (`alone`)."""
-    return _beside(path, "lock").exists()
+    return _sidecar(path, "lock").exists()
 
 
 def _locked(path: Path, lock: Path, deadline: float, unless: Callable[[], bool]) -> BinaryIO | None:
@@ -332,7 +332,7 @@ def _locked(path: Path, lock: Path, deadline: float, unless: Callable[[], bool])
     return None
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _sidecar(path: Path, kind: str) -> Path:
     return path.parent / f".{path.name}.{kind}"
 
 

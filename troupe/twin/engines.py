@@ -110,7 +110,7 @@ class RoutedTurn:
         self.since: int | None = None
         self.work = _NO_WORK
         self.cost = 0.0
-        self.beside = 0
+        self.concurrency = 0
         self.began = 0.0
         # Its tokens drawn by lost engines.
         self.drawn = 0
@@ -389,8 +389,8 @@ class TwinRouter:
         self.fleet.take_back(engine_id, turn.cost)
         limit = self._limits.get(engine_id)
         if limit is not None and drawn:
-            before, beside = limit.now, (turn.beside + len(engine.running) + 1) / 2
-            limit.ended(beside, engine._clock.now - turn.began, drawn)
+            before, concurrency = limit.now, (turn.concurrency + len(engine.running) + 1) / 2
+            limit.ended(concurrency, engine._clock.now - turn.began, drawn)
             if limit.now != before:
                 self.fleet.set_limit(engine_id, limit.now)
         self.wake()
@@ -488,7 +488,7 @@ class TwinRouter:
 
     def _give(self, engine: TwinEngine, turn: RoutedTurn) -> None:
         turn.cost = self.fleet.give(engine.engine_id, turn.work)
-        turn.beside = len(engine.running) + 1
+        turn.concurrency = len(engine.running) + 1
         engine.admit(turn)
 
     def _enqueue(self, turn: RoutedTurn) -> None:

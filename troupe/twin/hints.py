@@ -252,8 +252,8 @@ def _engines_busy(step: StepUse, fleets: Collection[_Fleet]) -> float:
     """Return the fraction of the step in which engines computed, over all engines."""
     busy = 0.0
     for one, speed in fleets:
-        beside = max(1.0, min(speed.beside, one.limit))
-        each = (speed.decode_seconds + speed.decode_seconds_per_turn * beside) / beside
+        concurrency = max(1.0, min(speed.concurrency, one.limit))
+        each = (speed.decode_seconds + speed.decode_seconds_per_turn * concurrency) / concurrency
         busy += one.drawn_tokens * each + one.read_tokens * speed.read_seconds
     return busy / max(1, sum(one.engines for one, _ in fleets)) / step.seconds
 
@@ -295,9 +295,9 @@ def _seconds(step: StepUse, fleets: Collection[_Fleet], rate: float) -> float:
         left = max(1e-9, 1 - rate * read * speed.read_seconds / one.engines)
         tokens = rate * drawn / one.engines
         room = left - tokens * speed.decode_seconds_per_turn
-        beside = tokens * speed.decode_seconds / room if room > 0 else math.inf
-        beside = max(1.0, min(beside, float(one.limit)))
-        step_seconds = speed.decode_seconds + speed.decode_seconds_per_turn * beside
+        concurrency = tokens * speed.decode_seconds / room if room > 0 else math.inf
+        concurrency = max(1.0, min(concurrency, float(one.limit)))
+        step_seconds = speed.decode_seconds + speed.decode_seconds_per_turn * concurrency
         total += drawn * step_seconds / left + read * speed.read_seconds
     return total
 

@@ -99,7 +99,7 @@ class TwinJob:
     balancing: BalancingRules | None = None
     """None: engines stay with their policies."""
     groups: Sequence[tuple[str, ...]] = ()
-    """Policies that share engines: those of the first of each group, in the order of `policies`."""
+    """Policies that share the engines of the first of each group, in the order of `policies`."""
     barred: Collection[Pair] = ()
     """(source, target) pairs of policies between which no engine moves, in addition to pairs whose
     engines differ in speed."""

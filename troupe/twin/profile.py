@@ -31,12 +31,12 @@ _BUCKETS_PER_OCTAVE: Final = 8
 _ZERO: Final = -1000
 # Weight of the prior that gives each term of the engines' equations an equal part.
 _RIDGE: Final = 1e-3
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 class MeasuredTurn(NamedTuple):
-    """One turn as reported by a rollout worker. `beside`: mean number of turns that its engine ran
-    meanwhile, itself included; 0: unknown."""
+    """One turn as reported by a rollout worker. `concurrency`: mean number of turns that its engine
+    ran meanwhile, itself included; 0: unknown."""
 
     agent: str
     policy: str
@@ -45,7 +45,7 @@ class MeasuredTurn(NamedTuple):
     cached: int = 0
     queue_seconds: float = 0.0
     generate_seconds: float = 0.0
-    beside: float = 0.0
+    concurrency: float = 0.0
 
 
 @dataclass
@@ -106,41 +106,41 @@ class EngineSpeed:
     read_seconds: float
     decode_seconds: float
     decode_seconds_per_turn: float
-    beside: float
+    concurrency: float
     """Mean number of turns that ran on it at once."""
 
 
 @dataclass
 class EngineTimes:
-    """Least squares of `seconds = read * r + tokens * (a + b * beside)` over the turns of a policy,
+    """Least squares of `seconds = read * r + tokens * (a + b * concurrency)` over a policy's turns,
     as sums weighted by 1 / seconds, since a turn's deviation grows with its length."""
 
     products: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(3)])
     sums: list[float] = field(default_factory=lambda: [0.0] * 3)
-    beside: float = 0.0
+    concurrency: float = 0.0
     """Sum of concurrent turns, weighted by tokens."""
 
     def add(self, turn: MeasuredTurn) -> None:
         """Count a turn that has times, tokens and a number of concurrent turns."""
         seconds = turn.generate_seconds
-        if not (0 < seconds < math.inf and turn.response > 0 and turn.beside > 0):
+        if not (0 < seconds < math.inf and turn.response > 0 and turn.concurrency > 0):
             return
         terms = (
             float(max(0, turn.prompt - turn.cached)),
             float(turn.response),
-            turn.response * turn.beside,
+            turn.response * turn.concurrency,
         )
         for i, one in enumerate(terms):
             self.sums[i] += one
             for j, other in enumerate(terms):
                 self.products[i][j] += one * other / seconds
-        self.beside += turn.response * turn.beside
+        self.concurrency += turn.response * turn.concurrency
 
     def fade(self) -> None:
         """Reduce the weight of earlier turns."""
         self.products = [[_DECAY * one for one in row] for row in self.products]
         self.sums = [_DECAY * one for one in self.sums]
-        self.beside *= _DECAY
+        self.concurrency *= _DECAY
 
     def speed(self) -> EngineSpeed | None:
         """Return the solution without negative terms that fits best; None before the first turn."""
@@ -160,7 +160,7 @@ class EngineTimes:
                     best, found = explained, np.zeros(3)
                     found[at] = solution
         read, step, per_turn = (float(one) for one in found / scale)
-        return EngineSpeed(read, step, per_turn, self.beside / self.sums[1])
+        return EngineSpeed(read, step, per_turn, self.concurrency / self.sums[1])
 
 
 @dataclass
@@ -392,7 +392,7 @@ class JobProfile:
                     name: {
                         "products": one.engine.products,
                         "sums": one.engine.sums,
-                        "beside": one.engine.beside,
+                        "concurrency": one.engine.concurrency,
                         "queue_seconds": one.queue_seconds.to_values(),
                         "tokens_per_second": one.tokens_per_second.to_values(),
                         "rows": one.rows,
@@ -444,7 +444,7 @@ class JobProfile:
         found.steps = int(values["steps"])
         for name, one in values["policies"].items():
             found.policies[name] = PolicyTimes(
-                EngineTimes(one["products"], one["sums"], _rate(one, "beside", name)),
+                EngineTimes(one["products"], one["sums"], _rate(one, "concurrency", name)),
                 LogHistogram.of(one["queue_seconds"]),
                 LogHistogram.of(one["tokens_per_second"]),
                 _rate(one, "rows", name),

@@ -162,7 +162,7 @@ class Sample(_message.Message):
 
     @_builtins.property
     def payloads(self) -> _containers.RepeatedCompositeFieldContainer[Global___Payload]:
-        """What tokens of the prompt stand for (an image), by `position`; without those of the stem."""
+        """What tokens of the prompt stand for (an image), by `position`; the stem's are left out."""
 
     def __init__(
         self,
@@ -795,8 +795,8 @@ class FillColumnsRequest(_message.Message):
     def columns(self) -> _containers.MessageMap[_builtins.str, Global___Column]: ...
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleColumns]:
-        """Further samples of the same step and policy, as those of one trajectory that was scored. Each
-        is filled by itself: when one cannot be, the others are, and the call fails with its error.
+        """Further samples of the same step and policy, e.g. of one trajectory that was scored. Each is
+        filled separately: if one cannot be, the others are, and the call fails with its error.
         """
 
     def __init__(
@@ -1353,7 +1353,7 @@ Global___DropGoneResponse: _TypeAlias = DropGoneResponse  # noqa: Y015
 @_typing.final
 class ExchangePairSumsRequest(_message.Message):
     """Joint pairs (`preferences.joint`): a pair's loss depends on the log-ratios of all its replies,
-    and each trainer knows those of its own policy.
+    and each trainer knows only its own policy's.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1639,7 +1639,7 @@ class KeepRowsRequest(_message.Message):
     step: _builtins.int
     claimant: _builtins.str
     index: _builtins.int
-    """Place of the micro-batch among those of the step; repeated, it replaces the earlier copy."""
+    """Place of the micro-batch in the step; repeated, it replaces the earlier copy."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimedSample]:
         """As they were claimed, without those that were dropped; large values are in the samples. A stem
@@ -2442,7 +2442,7 @@ class QueryStatus(_message.Message):
     complete: _builtins.bool
     """All trajectories have ended."""
     samples: _builtins.int
-    """Rows in all tables of the step, and those of them that were not dropped."""
+    """Rows in all tables of the step, and how many of them were not dropped."""
     kept: _builtins.int
     pending: _builtins.int
     """Rows that miss a column or a member of their group."""

@@ -2173,7 +2173,7 @@ class Mixture(_message.Message):
     pool: _builtins.str
     @_builtins.property
     def probabilities(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Probabilities by member id; those of 0 are left out."""
+        """Probabilities by member id; members with probability 0 are left out."""
 
     def __init__(
         self,

@@ -396,8 +396,8 @@ class PoolStatus(_message.Message):
     PROVISIONED_SECONDS_FIELD_NUMBER: _builtins.int
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
     workers: _builtins.int
-    """Worker processes that are there or being started, those of them that run a call, and the most
-    that there may be.
+    """Worker processes that are running or starting, how many of them run a call, and the upper limit
+    on their number.
     """
     busy: _builtins.int
     max_workers: _builtins.int

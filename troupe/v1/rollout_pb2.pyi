@@ -189,7 +189,7 @@ class Ticket(_message.Message):
     """All sampling of the trajectory derives from it."""
     purpose: Global___Ticket.Purpose.ValueType
     evaluation: _builtins.str
-    """PURPOSE_EVALUATE: the name of the evaluation; empty: that of the section `evaluation`."""
+    """PURPOSE_EVALUATE: the name of the evaluation; empty: the section `evaluation`."""
     @_builtins.property
     def cast(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Agent -> policy that plays it; other agents are played as in the job. The same
@@ -390,7 +390,7 @@ class TrajectoryEvent(_message.Message):
     answer: _builtins.str
     """In an evaluation: the answer for which it votes."""
     without_text: _builtins.bool
-    """Its turns have no texts and tokens, since the job keeps those of other trajectories
+    """Its turns have no texts and tokens, since the job keeps only other trajectories'
     (`logging.trajectories`).
     """
     @_builtins.property
@@ -521,7 +521,7 @@ class Turn(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SHARED_TURN_FIELD_NUMBER: _builtins.int
     SHARED_MESSAGES_FIELD_NUMBER: _builtins.int
-    BESIDE_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     policy: _builtins.str
     turn: _builtins.int
@@ -535,7 +535,7 @@ class Turn(_message.Message):
     reward: _builtins.float
     shared_turn: _builtins.int
     shared_messages: _builtins.int
-    beside: _builtins.float
+    concurrency: _builtins.float
     """Number of turns that its engine ran meanwhile, including itself: the mean of its beginning and
     its end.
     """
@@ -570,11 +570,11 @@ class Turn(_message.Message):
         tokens: Global___TurnTokens | None = ...,
         shared_turn: _builtins.int = ...,
         shared_messages: _builtins.int = ...,
-        beside: _builtins.float = ...,
+        concurrency: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "agent", b"agent", "beside", b"beside", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "generate_seconds", b"generate_seconds", "messages", b"messages", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "response", b"response", "response_tokens", b"response_tokens", "reward", b"reward", "shared_messages", b"shared_messages", "shared_turn", b"shared_turn", "tokens", b"tokens", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "agent", b"agent", "cached_tokens", b"cached_tokens", "concurrency", b"concurrency", "finish_reason", b"finish_reason", "generate_seconds", b"generate_seconds", "messages", b"messages", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "response", b"response", "response_tokens", b"response_tokens", "reward", b"reward", "shared_messages", b"shared_messages", "shared_turn", b"shared_turn", "tokens", b"tokens", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -1007,7 +1007,7 @@ class ScoreRequest(_message.Message):
     policy: _builtins.str
     temperature: _builtins.float
     """Log-probs are under softmax(logits / temperature); absent: as the first agent of the policy
-    samples. Before top-k and top-p, as those of responses are.
+    samples. Before top-k and top-p, as for responses.
     """
     version: _builtins.int
     """Refuse every other version; absent: any."""

@@ -248,7 +248,7 @@ class TrainerServicer:
 
     def SendWeights(self, request_iterator, context):
         """Sends the weights of a bound policy through its device to one inference server: the committed
-        ones, or those of a step that is being published (`StepEvent.stepped`). The
+        ones, or the ones that a step is publishing (`StepEvent.stepped`). The
         caller, which has the server, first sends a request; then it acknowledges `ready`, and each
         bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
         it is made once. A server that fails or leaves costs only itself, and those that are in a

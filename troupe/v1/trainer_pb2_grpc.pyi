@@ -84,7 +84,7 @@ class TrainerStub:
     """
     SendWeights: _grpc.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]
     """Sends the weights of a bound policy through its device to one inference server: the committed
-    ones, or those of a step that is being published (`StepEvent.stepped`). The
+    ones, or the ones that a step is publishing (`StepEvent.stepped`). The
     caller, which has the server, first sends a request; then it acknowledges `ready`, and each
     bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
     it is made once. A server that fails or leaves costs only itself, and those that are in a
@@ -147,7 +147,7 @@ class TrainerAsyncStub(TrainerStub):
     """
     SendWeights: _aio.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]  # type: ignore[assignment]
     """Sends the weights of a bound policy through its device to one inference server: the committed
-    ones, or those of a step that is being published (`StepEvent.stepped`). The
+    ones, or the ones that a step is publishing (`StepEvent.stepped`). The
     caller, which has the server, first sends a request; then it acknowledges `ready`, and each
     bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
     it is made once. A server that fails or leaves costs only itself, and those that are in a
@@ -309,7 +309,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.SendWeightsEvent], _abc.AsyncIterator[_trainer_pb2.SendWeightsEvent]]:
         """Sends the weights of a bound policy through its device to one inference server: the committed
-        ones, or those of a step that is being published (`StepEvent.stepped`). The
+        ones, or the ones that a step is publishing (`StepEvent.stepped`). The
         caller, which has the server, first sends a request; then it acknowledges `ready`, and each
         bucket once the server has loaded it. All servers of a wave get each bucket at the same time:
         it is made once. A server that fails or leaves costs only itself, and those that are in a

@@ -233,7 +233,7 @@ class TransferOwner:
 
 class HostModelsStub:
     """Directories of models, for hosts that do not have them. The orchestrator, trainers and rollout
-    workers serve those of their hosts.
+    workers serve the ones of their hosts.
     """
 
     def __init__(self, channel):
@@ -256,7 +256,7 @@ class HostModelsStub:
 
 class HostModelsServicer:
     """Directories of models, for hosts that do not have them. The orchestrator, trainers and rollout
-    workers serve those of their hosts.
+    workers serve the ones of their hosts.
     """
 
     def FindModel(self, request, context):
@@ -297,7 +297,7 @@ def add_HostModelsServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class HostModels:
     """Directories of models, for hosts that do not have them. The orchestrator, trainers and rollout
-    workers serve those of their hosts.
+    workers serve the ones of their hosts.
     """
 
     @staticmethod

@@ -95,7 +95,7 @@ def add_TransferOwnerServicer_to_server(servicer: TransferOwnerServicer, server:
 
 class HostModelsStub:
     """Directories of models, for hosts that do not have them. The orchestrator, trainers and rollout
-    workers serve those of their hosts.
+    workers serve the ones of their hosts.
     """
 
     @_typing.overload
@@ -112,7 +112,7 @@ class HostModelsStub:
 @_typing.type_check_only
 class HostModelsAsyncStub(HostModelsStub):
     """Directories of models, for hosts that do not have them. The orchestrator, trainers and rollout
-    workers serve those of their hosts.
+    workers serve the ones of their hosts.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -125,7 +125,7 @@ class HostModelsAsyncStub(HostModelsStub):
 
 class HostModelsServicer(metaclass=_abc_1.ABCMeta):
     """Directories of models, for hosts that do not have them. The orchestrator, trainers and rollout
-    workers serve those of their hosts.
+    workers serve the ones of their hosts.
     """
 
     @_abc_1.abstractmethod

@@ -99,7 +99,7 @@ class GeneratedTurn:
     """Waiting time before the engine began with the prompt."""
     generate_seconds: float = 0.0
     """Time from then to the last token."""
-    beside: float = 0.0
+    concurrency: float = 0.0
     """Turns that the engine ran meanwhile, itself included; 0: unknown."""
     routed_experts: Any = field(default=None, compare=False, repr=False)
     """Array [tokens, layers, k] of the experts that the engine sent each token of prompt and

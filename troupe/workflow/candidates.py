@@ -1,9 +1,10 @@
 """Several candidates for one turn: `branch` for one agent, `joint` for a team.
 
-Both draw n replies per agent, reward them, and return those with which the workflow continues.
+Both draw n replies per agent, reward them, and return the replies with which the workflow
+continues.
 
 joint: MAGRPO (Liu et al. 2025, "LLM collaboration with multi-agent reinforcement learning"), whose
-    joint modes are those of CoMLRL's trainer. With replies y_k^1, ..., y_k^n of agent k, and the
+    joint modes follow CoMLRL's trainer. With replies y_k^1, ..., y_k^n of agent k, and the
     reward R of a joint answer (one reply of each agent), the reward of a reply is
 
     aligned: R(y_1^j, ..., y_m^j) for y_k^j, n joint answers;

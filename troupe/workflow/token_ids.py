@@ -95,7 +95,7 @@ class TokenIds(Sequence[int]):
     def of_text(
         cls, text: str, marks: Marks | None, encode: Callable[[str], Sequence[int]]
     ) -> TokenIds:
-        """The ids of `text`, with those of payloads in the places of their marks."""
+        """Return the ids of `text`, with payloads' ids in place of their marks."""
         if not marks:
             return cls.of(encode(text))
         parts = []

@@ -227,7 +227,7 @@ def valued(console: Console, *, quick: bool = False) -> dict[str, Any]:
 def scaled(console: Console, *, quick: bool = False) -> dict[str, Any]:
     """Print MALib's claims: sampling by workers, and PSRO by best responses trained at once."""
     workers = malib.WORKERS[:4] if quick else malib.WORKERS
-    table = Table(title="Sampling: throughput over that of one worker")
+    table = Table(title="Sampling: throughput relative to one worker")
     table.add_column("")
     for column in ("one worker, per s", *map(str, workers), "a process saturates at, per s"):
         table.add_column(column, justify="right")

@@ -131,7 +131,7 @@ def _examined(
     baselines: Sequence[Mapping[str, float]],
 ) -> Run:
     """Return the run from its checkpoints by version, the tokens generated up to each step, and the
-    baselines of each step: those of step v + 1 belong to version v."""
+    baselines of each step: the ones of step v + 1 belong to version v."""
     points: list[tuple[float, float]] = []
     values: list[float] = []
     errors: list[float] = []

@@ -54,7 +54,7 @@ class TurnBaselines(Recipe):
     needs = ("games",)
 
     def model(self, directory: Path, seed: int) -> Path:
-        """Save a random Qwen3 whose words are those of the game."""
+        """Save a random Qwen3 with the game's words as vocabulary."""
         return make_model(directory, word_tokenizer([*WORDS, *PROMPTS]), positions=64, seed=seed)
 
     def job(self, arm: str, model: Path, seed: int, *, quick: bool = False) -> JobSpec:

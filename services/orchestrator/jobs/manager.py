@@ -127,7 +127,7 @@ class Jobs:
         _check_viewable(record)
         self._check_turns(job_id, spec)
         await self._hold_code(job_id, spec)
-        # Of a job that exists, the origins are known; those of today may differ.
+        # An existing job's origins are known; resolved today, they might differ.
         if any(one.init_from for one in spec.policies.values()) and not await self._exists(job_id):
             origins = await resolve_origins(self._shared, record.directory, spec)
             record = replace(record, origins=origins)

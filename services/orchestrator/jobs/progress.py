@@ -61,7 +61,7 @@ class JobProgress:
         if self._ends.decided is not None:
             self._window.close()
         # Evaluations that are due and run concurrently with the next steps.
-        self._beside: tuple[str, ...] = ()
+        self._concurrent: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -81,17 +81,17 @@ class JobProgress:
         ones."""
         if self.finished:
             return
-        steps = run_all(self._evaluate_beside(), self._window.run(self._next_due()))
+        steps = run_all(self._evaluate_concurrently(), self._window.run(self._next_due()))
         if self._population is None:
             await steps
         else:
             await run_with_background(steps, self._population.watch())
 
-    async def _evaluate_beside(self) -> None:
+    async def _evaluate_concurrently(self) -> None:
         """Run the evaluations that `catch_up` left, concurrently with the next steps' rollouts."""
-        if due := self._beside:
+        if due := self._concurrent:
             with self._context.hold.during(len(due)):
-                self._beside = ()
+                self._concurrent = ()
                 await self._evaluate(due)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class JobProgress:
                 # weights are the best.
                 if spec.best and step > 0 and self._record.checkpointed != step:
                     await self._checkpoint()
-                self._beside = tuple(due)
+                self._concurrent = tuple(due)
             else:
                 await self._evaluate(due)
         if self.finished and (problem := self._record.checkpoint_problem) is not None:

@@ -284,7 +284,7 @@ def add_to_profile(profile: JobProfile, event: rollout_pb.TrajectoryEvent, step:
             turn.cached_tokens,
             turn.queue_seconds,
             turn.generate_seconds,
-            turn.beside,
+            turn.concurrency,
         )
         for turn in event.turns
     ]

@@ -112,7 +112,7 @@ class ExactPayoffs:
         return self._state.places(pool.name, SETTLED, CANDIDATE)
 
     async def _load_plans(self, game: Game, players: list[_Player]) -> None:
-        """Load the stored answers of `players`, and delete those of all other members."""
+        """Load the stored answers of `players`, and delete all other members' answers."""
         self._plans = {one: self._plans[one] for one in players if one in self._plans}
         names = {"/".join(one): one for one in players}
         await self._store.forget_answers(self._job.job_id, self._job.epoch, but=names)

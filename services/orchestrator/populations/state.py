@@ -90,7 +90,7 @@ class PopulationStore:
         return {name: one.decode() for name, one in kept if one is not None}
 
     async def forget_answers(self, job_id: str, epoch: int, *, but: Collection[str]) -> None:
-        """Delete all answers except those of the members in `but`. Raises `Superseded`."""
+        """Delete the answers of all members except those in `but`. Raises `Superseded`."""
         key = JobKeys(job_id).answers
         names = {name.decode() for name in await self._redis.call("HKEYS", key)}
         if over := names.difference(but):

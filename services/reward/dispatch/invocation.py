@@ -23,8 +23,8 @@ _RECALL_SECONDS: Final = 0.2
 class PendingInvocation:
     """One invocation from its acceptance to its outcome.
 
-    `rank` orders those of one job and priority (`troupe.scheduling.elastic.order`); those of equal
-    rank run in the order of arrival.
+    `rank` orders invocations of one job and priority (`troupe.scheduling.elastic.order`); those
+    with equal rank run in order of arrival.
     """
 
     invocation_id: str

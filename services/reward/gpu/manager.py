@@ -411,7 +411,7 @@ class ModelService:
 
 
 def devices_of(cell: DeviceCell, visible: str | None) -> list[str]:
-    """CUDA's names of the devices of `cell`, where this process sees those of `visible` (None or
+    """CUDA's names of the devices of `cell`, in a process that sees the devices `visible` (None or
     empty: all). Raises `ModelUnavailable` where it sees too few."""
     if not visible:
         return [str(device) for device in cell.devices]

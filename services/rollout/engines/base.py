@@ -122,7 +122,7 @@ class ServingEngine(ABC):
         self.last_update: UpdateReport | None = None
         # The version that was loaded last, if it was an adapter: it holds its base weights.
         self._adapted: Adapted | None = None
-        # That of the update under way.
+        # The wave of the update under way.
         self._wave = UpdateWave("")
         # Weights that are loaded, and not committed; the state is UPDATING then.
         self._ahead: _Ahead | None = None
@@ -596,7 +596,7 @@ class ServingEngine(ABC):
         raise NotImplementedError
 
     async def _verify_ahead(self, ref: common_pb.WeightsRef, loaded: LoadedAhead) -> None:
-        """Raise `UpdateFailed` unless the weights that were loaded are those of `ref`."""
+        """Raise `UpdateFailed` unless the loaded weights are `ref`'s."""
         raise NotImplementedError
 
     async def _score(

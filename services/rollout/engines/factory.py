@@ -62,8 +62,8 @@ def make_host(
     """Return what engines of the policies `specs` (by name, in the job's order) stand on; its
     `engine` makes them. Several policies are a group (`troupe.job.engines.sharing`).
 
-    A kind is given those of these options that the constructor of its engines names. `threads`:
-    torch threads of an embedded engine. `replica`: the host's number among those of its policies on
+    A kind gets only the options that the constructor of its engines names. `threads`:
+    torch threads of an embedded engine. `replica`: the host's number among its policies' hosts on
     this worker; an attached server has the URL of that number. `trace_dir`: where a simulated
     engine writes when it was busy. `deterministic`: a turn is a function of (weights, prompt,
     seed), or the engine does not start. `devices`: the worker's, which its engines share

@@ -95,19 +95,19 @@ class StickyRoute:
 
 @dataclass(slots=True, eq=False)
 class EnginePlacement:
-    """The place of one running turn on an engine. `beside`: number of turns on the engine, and on
-    others of its host, when this one began, including itself."""
+    """The place of one running turn on an engine. `concurrency`: number of turns on the engine's
+    host when this one began, including itself."""
 
     routed: RoutedEngine
     work: Work
     cost: float
-    beside: int
+    concurrency: int
 
     @property
-    def mean_beside(self) -> float:
+    def mean_concurrency(self) -> float:
         """Number of turns on the engine's host: the mean of the number when this turn began and the
         present number."""
-        return (self.beside + self.routed.capacity.running) / 2
+        return (self.concurrency + self.routed.capacity.running) / 2
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +226,7 @@ class Continuation:
             cached_tokens=pieces[0].cached_tokens,
             queue_seconds=waited + sum(piece.queue_seconds for piece in pieces),
             generate_seconds=sum(piece.generate_seconds for piece in pieces),
-            beside=sum(piece.beside for piece in pieces) / len(pieces),
+            concurrency=sum(piece.concurrency for piece in pieces) / len(pieces),
             # The last engine has read all tokens before its own.
             routed_experts=pieces[-1].routed_experts,
         )
@@ -431,7 +431,7 @@ class PolicyRouter:
                     turn.sampling,
                     deadline_seconds=deadline - placed,
                 )
-                drawn = replace(drawn, beside=placement.mean_beside)
+                drawn = replace(drawn, concurrency=placement.mean_concurrency)
             except Unavailable as error:  # the engine died, updates, or leaves
                 route.routed = None
                 self.on_lost(engine.engine_id)
@@ -491,7 +491,7 @@ class PolicyRouter:
     def _release(self, placement: EnginePlacement, drawn: GeneratedTurn | None = None) -> None:
         """Free the place of a turn whose engine drew `drawn`, and give it to the next turn."""
         routed = placement.routed
-        beside = placement.mean_beside
+        concurrency = placement.mean_concurrency
         capacity = routed.capacity
         routed.in_flight -= 1
         routed.outstanding -= placement.work.prompt_tokens + placement.work.response_tokens
@@ -503,7 +503,7 @@ class PolicyRouter:
         engine_id = routed.engine.engine_id
         self._fleet.take_back(engine_id, placement.cost)
         if drawn is not None:
-            capacity.ended(beside, drawn.generate_seconds, len(drawn.token_ids))
+            capacity.ended(concurrency, drawn.generate_seconds, len(drawn.token_ids))
             self._fleet.set_limit(engine_id, capacity.limit)
         capacity.give_back()
         self.wake()

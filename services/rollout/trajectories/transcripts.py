@@ -94,7 +94,7 @@ def transcript_of(
             finish_reason=generation.finish_reason,
             queue_seconds=generation.queue_seconds,
             generate_seconds=generation.generate_seconds,
-            beside=generation.beside,
+            concurrency=generation.concurrency,
             reward=reply.reward,
         )
         if text:

@@ -12,7 +12,7 @@ own forward pass of the module (`torch.nn.functional.grouped_mm` where the devic
 with the one expert that it came for; gate values are applied where the token came from.
 
 To everything but a pass, experts are DTensors of the whole shape whose first dimension is sharded
-over all ranks of the gang, so that states, checkpoints and weight updates are those of gangs
+over all ranks of the gang, so that states, checkpoints and weight updates are the same as
 without expert parallelism.
 
 torchtitan and prime-rl divide experts in the same way, for models of their own; transformers' EP

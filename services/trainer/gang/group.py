@@ -181,7 +181,7 @@ class GangGroup(RankGroup):
         self._limits = [timeout_seconds]
         # Counter of the collectives of passes; it must follow every sharded model.
         self.collectives = PassCollectives()
-        # Divisions of experts (gang/experts.py), by the ranks of the mesh and those of a division.
+        # Divisions of experts (gang/experts.py), by numbers of ranks: of the mesh, of a division.
         self.divisions: dict[tuple[int, int], Any] = {}
         self._slice_group: dist.ProcessGroup | None = None
         # The ranks in blocks, by the number of blocks, for all policies; and the ranks with this
@@ -210,8 +210,8 @@ class GangGroup(RankGroup):
         return found
 
     def replicated(self, replicas: int) -> GangGroup:
-        """Return the same group for a policy of which each of so many blocks of ranks, those of a
-        host, has all weights; all ranks call it.
+        """Return the same group for a policy whose weights are replicated: each of `replicas`
+        blocks of ranks (one or more hosts) has all of them. All ranks call it.
 
         Passes then gather weights and scatter gradients within a host, and the hosts' sums of
         gradients are merged once per update (`sum_over_replicas`): hybrid sharding (Zhao et al.
@@ -255,7 +255,7 @@ class GangGroup(RankGroup):
         return together(self, "reading payloads", read)
 
     def sum_over_replicas(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add this rank's part of each tensor to those of the other replicas, in place."""
+        """Sum each tensor over this rank's peers in all replicas, in place."""
         if self._peers is None:
             return
         works = [
@@ -474,9 +474,9 @@ def slices_of(
     """Return the slices that `rank` of a gang of `size` shares in, and the process group of their
     ranks.
 
-    `collectives`: makes those of the passes. All ranks call it, in the same order among the gang's
-    collectives. Ranks that divide a pass are neighbours: by torchrun's numbering on one host, where
-    links are fastest.
+    `collectives`: makes the passes' collectives. All ranks call it, in the same order among the
+    gang's collectives. Ranks that divide a pass are neighbours: by torchrun's numbering on one
+    host, where links are fastest.
     """
     mine: dist.ProcessGroup | None = None
     for first in range(0, size, context_parallel):

@@ -72,8 +72,8 @@ class GangLearner(PolicyLearner[Row]):
         loaded: Loaded = lambda done, total: None,
         replicas_on: Callable[[int], int] = lambda hosts: 1,
     ) -> None:
-        """`key`: id of the policy among those of a gang; `options`: those of `Learner`; `hosts`:
-        hosts of the ranks, also in later gangs; `submitted`: the specification that other hosts
+        """`key`: id of the policy among the gang's; `options`: as for `Learner`; `hosts`: hosts of
+        the ranks, also in later gangs; `submitted`: the specification that other hosts
         read, since in `spec` this host's copies have replaced models; `loaded`: called with the
         loaded bytes of the model; `replicas_on`: returns how many of so many hosts have all
         weights."""

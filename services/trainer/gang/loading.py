@@ -116,8 +116,8 @@ class MetaTensor:
         return bool(self._places)
 
     def part(self) -> tuple[torch.Size, range]:
-        """Return the shape of this rank's shard, and its rows: those of the tensor's first
-        dimension. Not to be asked before the model is sharded."""
+        """Return the shape of this rank's shard, and its rows (indices in the tensor's first
+        dimension). Call it after the model is sharded."""
         if self._part is None:
             own = self.tensor
             if isinstance(own, DTensor):
@@ -150,8 +150,8 @@ class MetaTensor:
 class MetaTensors:
     """The parameters and persistent buffers of a model on the meta device, by name.
 
-    Made before the model is sharded: names and modules are those of a checkpoint's model, also
-    where adapters or another output layer are put into it afterwards.
+    Made before the model is sharded: names and modules are a checkpoint's, even if adapters or
+    another output layer are added afterwards.
     """
 
     def __init__(self, module: Any) -> None:

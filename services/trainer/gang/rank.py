@@ -89,7 +89,7 @@ class Rank:
             report_load=self._report_load,
         )
         self._members: dict[str, RankLearner] = {}
-        # This host's, and through its owner process those of other hosts.
+        # This host's, and through its owner process the other hosts'.
         self._transfer = HostTransfer(settings, Telemetry())
         # Copies of their states; a copy stays until it is written, even if its policy leaves
         # before.
@@ -379,8 +379,8 @@ class ShardCopy:
 
     This corresponds to `state/durability.py` on one device. The ranks' threads write one state
     together (`write_shards`) over a separate process group, since their collectives must not mix
-    with those of orders. The leader polls whether all are done, and only then gives the directory
-    its name. All ranks make it, and call its methods, in the same order.
+    with the orders' collectives. The leader polls whether all are done, and only then gives the
+    directory its name. All ranks make it, and call its methods, in the same order.
     """
 
     def __init__(self, group: GangGroup, device: torch.device) -> None:

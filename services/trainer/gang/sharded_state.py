@@ -1,9 +1,9 @@
 """Sharded training state: written by all ranks at once, read by a gang of any size.
 
 Uses torch.distributed.checkpoint in its safetensors layout: one file per rank, whose header says
-which part of each tensor it has; nothing is pickled. Tensor names are those of a single device's
-state (state/training_state.py), so either can read what the other wrote. Where the hosts of a gang
-share no disk, rank 0 writes and reads whole tensors for all of them.
+which part of each tensor it has; nothing is pickled. Tensor names are the same as in a single
+device's state (state/training_state.py), so either can read what the other wrote. Where the hosts
+of a gang share no disk, rank 0 writes and reads whole tensors for all of them.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def empty_state(
     """Return empty tensors for weights and moments as `described`, laid out as `sharded`
     (`owner_of`).
 
-    Raises ValueError for those of another model.
+    Raises ValueError for another model's.
     """
     room: Tensors = {}
     for name, (size, dtype) in known.items():
@@ -156,7 +156,7 @@ def empty_state(
 
 def owner_of(name: str, size: torch.Size, sharded: Mapping[str, torch.Tensor]) -> DTensor | None:
     """Return the sharded parameter that a tensor of a state is, or is a gradient or moment of; None
-    if it is not sharded. `sharded`: parameters by name, those of a critic by
+    if it is not sharded. `sharded`: parameters by name, a critic's by
     `critic/weight/{name}`, and by number below `gradients/` and `critic/gradients/`.
 
     Raises ValueError if the shapes differ.

@@ -2,7 +2,7 @@
 
 A shard goes from the rank's device into the shared memory of its host, as a state of the transfer
 layer. A gang with as many ranks on the same hosts finds each shard where it is needed; others read
-boxes of several shards (`services.trainer.state.parts`), also those of other hosts.
+boxes of several shards (`services.trainer.state.parts`), also from other hosts.
 """
 
 from __future__ import annotations

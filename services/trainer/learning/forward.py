@@ -168,7 +168,7 @@ class Capabilities:
 
     # Whether rows may be packed into one sequence (packing.py).
     packs: bool
-    # Whether its logits are those of a linear output layer (linear_loss.py).
+    # Whether a linear output layer makes its logits (linear_loss.py).
     linear_head: bool
     # Why rows may not be packed; empty if they may.
     unpacked: str = field(default="", compare=False)
@@ -193,7 +193,7 @@ class Forward:
     ) -> None:
         """Wrap `model`. `capabilities`: of a model of the same kind; default: test them, in
         bfloat16 if passes are made under autocast to it (`half`). `routers`: routers of a mixture,
-        which replay the routes of a batch. `copies`: those of the model's weights, if it has any.
+        which replay the routes of a batch. `copies`: of the model's weights, if it has any.
         """
         self.model = model
         self.routers = routers
@@ -314,7 +314,7 @@ class Teaching:
 
     @property
     def linear_head(self) -> bool:
-        """Whether its logits are those of a linear output layer."""
+        """Whether a linear output layer makes its logits."""
         return self.forward.capabilities.linear_head
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Joint pairs: preferences between what the agents of several policies said, learned together.
 
 The loss of a pair is a function of one number, the margin: a sum over all its replies, of which
-this learner has those of its own policy. It computes their log-ratios without gradients as they
+this learner has only its own policy's. It computes their log-ratios without gradients as they
 arrive, and holds the rows back. Once the trainers have exchanged their sums (`ExchangePairSums` of
 the experience store), each learner knows every margin and makes the gradient of its own replies.
 MADPO: CoMLRL 1.4, `trainers/preference/madpo.py`, with a reference policy as in DPO.

@@ -165,7 +165,8 @@ class Accumulation:
         """Return all rows of the step as one batch per group, in order of content, for several
         updates.
 
-        Advantages, values and old log-probs are those of the current weights. Raises `Stopped`.
+        Advantages, values and old log-probs are computed with the current weights. Raises
+        `Stopped`.
         """
         held, self.sums.held = self.sums.held, []
         if self.advantages.needs_whole_step:
@@ -712,7 +713,8 @@ class Learner(PolicyLearner[Row]):
     ) -> str:
         """Make all updates of a step that has several; return the reason if one failed.
 
-        Advantages, values and old log-probs are those of the weights at the beginning of the step.
+        Advantages, values and old log-probs are computed with the weights at the beginning of the
+        step.
         """
         algorithm, sums = self._job.algorithm, self._step.sums
         batches = self._step.batches(stop)

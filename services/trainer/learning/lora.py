@@ -141,11 +141,11 @@ def described_adapter(policy: str, lora: LoraSpec, module: Any) -> AdapterConten
             value=lora.rank,
             remedy=f"Choose a rank up to {width}; 8 to 64 is usual.",
         )
-    if beside := _routed_beside(module, lora):
+    if skipped := _unadapted_experts(module, lora):
         log.warning(
             "experts are not adapted",
             policy=policy,
-            target_modules=beside,
+            target_modules=skipped,
             remedy="These names are adapted only in dense layers and shared experts; routed "
             "experts keep the base's weights.",
         )
@@ -201,7 +201,7 @@ def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgu
     )
 
 
-def _routed_beside(module: Any, lora: LoraSpec) -> list[str]:
+def _unadapted_experts(module: Any, lora: LoraSpec) -> list[str]:
     """Return targets named by the job that routed experts also have, where they are not adapted."""
     named = lora.target_modules
     return [] if isinstance(named, str) else targets_of_experts(module, named)

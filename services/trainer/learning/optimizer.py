@@ -221,8 +221,8 @@ class Gradients:
 
 
 def by_mesh(tensors: Sequence[T]) -> list[list[T]]:
-    """Return the tensors by the mesh that they are sharded over: operators on several take those of
-    one mesh. Divided experts may have one of their own (gang/experts.py)."""
+    """Group tensors by the mesh that they are sharded over: operators on several tensors require
+    one mesh. Divided experts may have a mesh of their own (gang/experts.py)."""
     found: dict[Any, list[T]] = {}
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -411,8 +411,8 @@ class _Buffer:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose moments are in host memory (`trainer.offload`); updates are those of torch's
-    fused AdamW.
+    """AdamW with its moments in host memory (`trainer.offload`); its updates equal torch's fused
+    AdamW's.
 
     Moments are twice as large as the weights, and needed once per step. A step brings them to the
     device one part after another: while one part is computed, the next is copied in and the one

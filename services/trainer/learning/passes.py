@@ -604,8 +604,8 @@ class Passes:
     def logprobs(
         self, rows: Sequence[Row], stop: threading.Event | None, *, reference: bool = False
     ) -> torch.Tensor:
-        """Return the log-probs of all response tokens under the current weights or those of the
-        `reference`, [T] on the CPU.
+        """Return the log-probs of all response tokens under the current or the `reference` weights,
+        [T] on the CPU.
 
         Without gradients. In a gang every rank gets all rows, computes its share and has the result
         of all. Raises `Stopped`.

@@ -155,7 +155,7 @@ class RankGroup:
         return sums
 
     def sum_over_replicas(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add this rank's part of each tensor to those of the other replicas, in place."""
+        """Sum each tensor over this rank's peers in all replicas, in place."""
 
     def agreed(self, value: float) -> float:
         """Return the `value` of the first replica, so that all make the same step, bit for bit."""

@@ -237,9 +237,9 @@ def parse_rows(
 ) -> list[Row]:
     """Parse the samples of a claim into rows, sorted by sample id.
 
-    `longest`: tokens that the model has positions for; 0: unknown. With `load`, rows carry those of
-    `columns` and `user_columns` that their samples have, and payloads. `routing`: the shape of
-    their routes; None: the model has no experts. `payload_kinds`: those that the model and its
+    `longest`: tokens that the model has positions for; 0: unknown. With `load`, rows carry payloads
+    and those of `columns` and `user_columns` that their samples have. `routing`: the shape of
+    their routes; None: the model has no experts. `payload_kinds`: kinds that the model and its
     teachers take. Raises ChecksumError, FailedPrecondition of kind "malformed_sample", and what
     `load` raises.
     """
@@ -335,7 +335,7 @@ def _parse(
 def _user_columns(
     sample: store_pb.Sample, names: Collection[str], load: Load
 ) -> dict[str, np.ndarray[Any, Any] | Any]:
-    """Return those of the columns `names` that `sample` has: arrays, or JSON values."""
+    """Return the columns of `sample` that are in `names`: arrays, or JSON values."""
     found: dict[str, Any] = {}
     for name in names:
         if name not in sample.columns:

@@ -167,8 +167,8 @@ class KeptTokens:
     """What a step computes of the tokens of a few rows, for people to look at: advantages, and
     ratios of the probability under the trained weights to the engine's.
 
-    The rows are those of the trajectories that `keeps_tokens` names. It is not part of the training
-    state: a step that was suspended keeps what was computed since, a rank of a gang nothing.
+    The rows belong to the trajectories that `keeps_tokens` names. They are not part of the training
+    state: a suspended step keeps what was computed since then, a rank of a gang keeps nothing.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -197,7 +197,7 @@ class KeptTokens:
             if kept is not None and row.response_length:
                 here = (order >= start) & (order < end)
                 if bool(here.any()):
-                    # A pass may have a part of them: those of the others stay.
+                    # A pass may have only some of the tokens; the others keep their ratios.
                     ratios = np.array(kept.ratios or np.ones(row.response_length))
                     found = logprobs.detach()[here.to(logprobs.device)].double().cpu().numpy()
                     places = order[here].cpu().numpy() - start

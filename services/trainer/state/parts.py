@@ -3,7 +3,7 @@
 A part is a state of the transfer layer with boxes of tensors. `StoredParts` says which box of which
 tensor is where, so that a reader with another layout (more ranks, fewer, or one device) takes the
 boxes that it needs from several parts. The description is a tensor of the suspended state itself
-(`PARTS`): the checksum of the state covers those of its parts.
+(`PARTS`): the checksum of the state covers its parts' checksums.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class PartsReader:
     def __init__(self, transfer: HostTransfer, stored: StoredParts) -> None:
         self._transfer, self._stored = transfer, stored
         here = set(transfer.holders)
-        # Those of this host first, which cross no network.
+        # This host's parts first: they cross no network.
         self._parts = sorted(stored.parts, key=lambda part: here.isdisjoint(part.holders))
         self._opened: dict[str, Tensors] = {}
 

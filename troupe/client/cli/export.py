@@ -135,9 +135,9 @@ def _finish(
     lineage = Lineage.read(target)
     if lineage is not None:
         rewards = rewards or rewards_in(root / job_id / "metrics.jsonl", lineage.step + 1)
-        beside = root / job_id / "checkpoints" / ".base" / lineage.base_checksum
-        if base is None and lineage.base_checksum and beside.is_dir():
-            base = beside
+        kept = root / job_id / "checkpoints" / ".base" / lineage.base_checksum
+        if base is None and lineage.base_checksum and kept.is_dir():
+            base = kept
     if merged and is_adapter_folder(target):
         merge_in_place(target, base, progress)
     elif merged is False and not is_adapter_folder(target):

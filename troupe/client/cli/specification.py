@@ -435,7 +435,7 @@ def try_imports(job: JobSpec) -> list[str]:
 
 def read_data(job: JobSpec) -> tuple[list[str], TaskSplit | None]:
     """Read the data sets of a job's tasks; return notes on the use of their rows, and the rows to
-    train on, if they are those of data sets.
+    train on, if they come from data sets.
 
     Raises `JobSpecError` for a data set that cannot be read as the job says.
     """

@@ -163,7 +163,7 @@ class AlgorithmSpec(Section):
     group_by: Literal["agent", "turn", "branch", "query"] = "agent"
     """Which samples of a query form a group. `agent`: all of one agent. `turn`: all of one turn of
     an agent; the replies of a `chat(n=k)` are one turn. `branch`: the replies of one `chat(n=k)`,
-    and those of other trajectories with the same prompt (AT-GRPO, Zhao et al. 2025, section 4.1);
+    and replies of other trajectories to the same prompt (AT-GRPO, Zhao et al. 2025, section 4.1);
     turns without `n` are grouped as by `turn`. `query`: all of the policy, of whichever agent (the
     global baseline with which Dr. MAS is compared). A workflow overrides it for a reply by
     `reply.group = "key"`: equal keys of a query form a group."""
@@ -182,8 +182,8 @@ class AlgorithmSpec(Section):
     moved by more than `clip_low` down or `clip_high` up carry no loss (Qi et al. 2026)."""
     old_logprobs: Literal["behaviour", "recomputed"] = "behaviour"
     """Denominator of the loss's ratio. `behaviour`: the log-probs that engines reported;
-    `recomputed`: those of the weights at the beginning of the step; `correction` then weighs each
-    token by their ratio to the engines' log-probs. With `ppo_clip` and `truncated` this is
+    `recomputed`: log-probs under the weights at the beginning of the step; `correction` then weighs
+    each token by their ratio to the engines' log-probs. With `ppo_clip` and `truncated` this is
     decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025, section 5.2)."""
     epochs: int = Field(default=1, ge=1, le=64)
     """Passes over the samples of a step; a step still makes one version. Above 1 the samples are

@@ -47,8 +47,8 @@ class RowsSpec(Section):
     dataset: str = Field(default="", max_length=4096)
     """Id on the Hugging Face hub (`openai/gsm8k`), a local folder with a data set, or a local file:
     `.parquet`, `.arrow`, `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, also compressed (`.gz`,
-    `.bz2`, `.xz`, `.zst`); `*` matches several. Paths are those of files that the job sends
-    (`code`), else of the hosts that read it. Needs `pip install "troupe-rl[data]"`."""
+    `.bz2`, `.xz`, `.zst`); `*` matches several. Paths name files that the job sends
+    (`code`), else files of the hosts that read them. Needs `pip install "troupe-rl[data]"`."""
     config: str | None = Field(default=None, min_length=1, max_length=256)
     """Configuration ("subset") of a data set of the hub: `main`. Default: its only one."""
     revision: str | None = Field(default=None, min_length=1, max_length=256)

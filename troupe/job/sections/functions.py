@@ -524,7 +524,7 @@ class ToolSpec(FunctionSpec):
 
     mcp: McpSpec | None = None
     """An MCP server, instead of `entrypoint` and `function`; its tools have the names and
-    descriptions that it gives them. Costs are those of a call, `timeout_seconds` 60 by default."""
+    descriptions that it gives them. Costs are per call; `timeout_seconds` is 60 by default."""
 
     @model_validator(mode="before")
     @classmethod

@@ -109,7 +109,7 @@ class TrainerSpec(Section):
     else 1. May change when a job is resumed."""
     shard: Literal["auto", "gang", "host"] = "auto"
     """Devices of a gang over several hosts that weights, gradients and optimizer state are sharded
-    over. `gang`: all of them. `host`: those of each host, so that every host has all of the state;
+    over. `gang`: all of them. `host`: each host's, so that every host has the whole state;
     weights never cross between hosts, and gradients once per update (hybrid sharding, HSDP).
     `auto`: `host` on GPUs that have room for it by the memory model, together with the job's other
     policies, unless engines share them (`pipeline.colocate`). May change when a job is resumed."""

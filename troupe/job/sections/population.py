@@ -150,8 +150,8 @@ class PopulationSpec(Section):
     payoffs are known one iteration later. 0: matches are played between iterations, in the same
     slots."""
     engine: EngineSpec | None = None
-    """Engines of a slot; `urls` are divided among all slots. Default: one engine like those of the
-    pool's first learner."""
+    """Engines of a slot; `urls` are divided among all slots. Default: one engine like the engines
+    of the pool's first learner."""
     meta_solver: MetaSolverName = "nash"
     """`psro`, `pipeline_psro`: computes a mixture over each pool from the payoffs. `nash`: an
     equilibrium; `zero_sum_nash`: the same, refusing games that are not zero-sum; `alpha_rank`
@@ -453,7 +453,7 @@ class Pools:
             if any(one != ways[0] for one in ways):
                 raise ValueError(
                     f"agents.{pool.agents[-1]}: with `population.game` all agents of a pool have "
-                    f"one `sampling` and `system_prompt`; give it those of {pool.agents[0]}, or "
+                    f"one `sampling` and `system_prompt`; copy both from {pool.agents[0]}, or "
                     "set population.symmetric to false"
                 )
         if others := [name for name in agents if name not in self.agents]:

@@ -97,7 +97,7 @@ def place(
     """Return the cells for all of `wishes` on a host with `devices` devices; None if there are
     none.
 
-    Cells are disjoint from each other and from those of residents that stay. Minimises the sum of
+    Cells are disjoint from each other and from cells of residents that stay. Minimises the sum of
     evicted `worth`, then maximises the sum of squared sizes of free cells. Raises ValueError for
     residents that overlap or lie outside.
     """

@@ -151,7 +151,7 @@ class Gains:
         self._lowest = [option.levels[0] for option in options]
         self._slowest = [0.0, *accumulate(option.seconds[0] for option in options)]
         flat = np.concatenate([*gains, np.zeros(0)])
-        # Of equal gains, those of the first action in the queue come first.
+        # Of equal gains, the first action in the queue comes first.
         order = np.argsort(-flat, kind="stable")
         self._gains = flat[order]
         self._owners = np.repeat(np.arange(len(gains)), [len(gain) for gain in gains])[order]

@@ -131,7 +131,7 @@ class Remaining:
     def __init__(self) -> None:
         # Actions so far of each trajectory, without the last; least recently seen first.
         self._steps: OrderedDict[str, int] = OrderedDict()
-        # By number of actions: trajectories whose continuation is known, and those of them that
+        # By number of actions: trajectories whose continuation is known, and how many of them
         # ended.
         self._decided = [0.0] * (_STEPS + 1)
         self._ended = [0.0] * (_STEPS + 1)

@@ -1,7 +1,7 @@
 """SGLang's encodings of tensors, and its process groups.
 
-SGLang's encoding is a pickle (never used for our own messages). By a handle another process of the
-host opens a tensor: memory is shared, nothing is copied. Handles are those of
+SGLang's encoding is a pickle (never used for our own messages). With a handle, another process of
+the host opens a tensor: memory is shared, nothing is copied. Handles come from
 torch.multiprocessing. A reader of a handle gives back the reference that making it took: each
 reader needs a handle of its own, and the maker keeps its tensor until all have read.
 """

@@ -429,8 +429,8 @@ class LaneRead:
         self.place, self._lanes = place, lanes
         near, cores = place.near, _cores()
         self._two = near and place.lanes > 1 and cores > 1
-        self._beside = not self._two and (near or cores > _BUSY_CORES)
-        self._message_bytes = 0 if self._two or self._beside else place.message_bytes
+        self._verifies_apart = not self._two and (near or cores > _BUSY_CORES)
+        self._message_bytes = 0 if self._two or self._verifies_apart else place.message_bytes
         self._taken: list[Lane] = []
         self._first_tag = secrets.randbits(62)
         try:
@@ -486,8 +486,8 @@ class LaneRead:
             if self._two:
                 receive_by_two(self._taken, self._stream, due, part, arrived, checker)
             else:
-                beside = checker if self._beside else None
-                receive(self._taken[0], self._stream.check, due, part, arrived, beside, size)
+                apart = checker if self._verifies_apart else None
+                receive(self._taken[0], self._stream.check, due, part, arrived, apart, size)
         except BaseException as error:
             self.cancel(owner_lives=not isinstance(error, LaneBroken | Unavailable))
             raise

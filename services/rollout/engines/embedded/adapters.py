@@ -44,11 +44,11 @@ class RowAdapter:
 
 @dataclass(eq=False)
 class LiveVersion:
-    """The weights that draw a turn: those of the model (`adapter` None), or an adapter over them.
+    """The weights that draw a turn: the model's (`adapter` None), or an adapter over them.
 
-    `version` is recorded with each token. That of the model's own weights changes when others are
-    loaded; one of an adapter does not. Keys and values belong to one such object. `drew` is called
-    with the number of tokens of each pass, in the thread that computes.
+    `version` is recorded with each token. The version of the model's own weights changes when
+    others are loaded; an adapter's does not. Keys and values belong to one such object. `drew` is
+    called with the number of tokens of each pass, in the thread that computes.
     """
 
     drew: Callable[[int], None]
@@ -83,7 +83,7 @@ class AdaptedLayers:
 
     @contextlib.contextmanager
     def passing(self, spans: Sequence[RowSpan]) -> Iterator[None]:
-        """Compute one pass, whose rows are those of `spans`."""
+        """Compute one pass with the rows `spans`."""
         if any(span.adapter is not None for span in spans):
             self._spans, self._sizes = spans, [span.rows for span in spans]
         try:

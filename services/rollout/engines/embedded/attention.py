@@ -29,8 +29,9 @@ _FEW_KEYS: Final = 64
 # torch's softmax of shorter rows computes number by number: 1,024 rows of 15 take 282 microseconds,
 # of 16 take 20. No slot is shorter.
 _LEAST_KEYS: Final = 16
-# Turns for which a pass attends in place in the time that it takes for one whose keys and values
-# are copied before: slots between those of turns are computed too, where they are fewer.
+# Slots that a pass attends to in place in the time that it takes to copy one slot's keys and values
+# first. If the slots from the first to the last turn are fewer than this for each turn, all of them
+# are computed, unused ones too.
 _COPIED: Final = 2.25
 # Numbers of keys and values read in the time that a further call of attention takes.
 _CALL: Final = 65_536
@@ -120,7 +121,7 @@ class RaggedCache(SlotCache):
     def __init__(
         self, config: PretrainedConfig, dtype: torch.dtype, *, max_context: int, **options: Any
     ) -> None:
-        """`options`: those of `SlotCache`."""
+        """`options`: as for `SlotCache`."""
         kept = cache_dtype(dtype, max_context)
         super().__init__(config, kept, max_context=max_context, **options)
         self.windows = windows_of(config)
@@ -172,15 +173,15 @@ class RaggedCache(SlotCache):
             self.padded_runs = [one.to(self.device) for one in self.padded_runs]
 
     def _padded(self, runs: Sequence[SlotRun], start: int) -> PaddedRuns:
-        """`runs`, whose tokens are those of the pass's runs from number `start` on."""
+        """Pad `runs`, whose tokens are the pass's from number `start` on."""
         numbers, starts, lengths, _ = zip(*runs, strict=True)
         counts = torch.tensor(lengths)
         ends = torch.tensor(starts) + counts
         b, q, k = len(runs), max(lengths), max(int(ends.max()), _LEAST_KEYS)
         first = min(numbers)
         span = max(numbers) + 1 - first
-        beside = numbers == tuple(range(first, first + b))
-        if q == 1 and not beside and span <= _COPIED * b:
+        adjacent = numbers == tuple(range(first, first + b))
+        if q == 1 and not adjacent and span <= _COPIED * b:
             return self._covering(slice(first, first + span), numbers, ends, start, k)
         count = sum(lengths)
         # Distance of each query from its run's last token: padding is on the left.
@@ -191,7 +192,7 @@ class RaggedCache(SlotCache):
             gather = start + counts.cumsum(0).unsqueeze(1) - 1 - back
             real = (back < counts.unsqueeze(1)).view(-1).nonzero().squeeze(-1)
             gather = self._in_pass(gather.clamp_(min=start).view(-1))
-        where = slice(first, first + b) if beside else torch.tensor(numbers)
+        where = slice(first, first + b) if adjacent else torch.tensor(numbers)
         return PaddedRuns(b, q, k, self._rows_of(start, count), gather, real, where, masks)
 
     def _rows_of(self, start: int, count: int) -> slice | torch.Tensor:
@@ -350,7 +351,7 @@ class FixedCache(SlotCache):
     one_per_turn = True
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> None:
-        """`options`: those of `SlotCache`."""
+        """`options`: as for `SlotCache`."""
         super().__init__(config, dtype, **options)
         self.groups: list[PassGroup] = []
 

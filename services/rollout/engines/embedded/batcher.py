@@ -113,8 +113,8 @@ class SlotBatcher:
         deterministic: bool = False,
     ) -> None:
         """`exited` is called, in some thread, when the serving thread ends without `stop`.
-        `routers`: those of the model, whose selections are returned with each turn. `keep_cache`:
-        turns go on with keys and values of former weights; not with `deterministic`."""
+        `routers`: the model's, whose selections are returned with each turn. `keep_cache`: turns
+        continue with keys and values of former weights; not with `deterministic`."""
         self._model = model
         self._keep_cache = keep_cache and not deterministic
         self._deterministic = deterministic
@@ -233,8 +233,8 @@ class SlotBatcher:
             return call()
 
     def _forget(self, *, keep: bool) -> None:
-        """Discard keys and values; running turns compute them again. While paused, or by the thread
-        that computes. `keep`: but for those of turns that have drawn tokens."""
+        """Discard keys and values; running turns compute them again. Call it while paused, or in
+        the thread that computes. `keep`: except for turns that have drawn tokens."""
         for turn in self._slots.forget(keep=keep):
             if not turn.versions:
                 turn.read_tokens = 0
@@ -382,8 +382,10 @@ class SlotBatcher:
             self._record([slot for slot, _ in last], logits)
 
     def _placed(self, parts: list[tuple[KVSlot, int]]) -> tuple[list[int], list[RowSpan]]:
-        """The first row of each part in the pass, where those of one adapter lie side by side, and
-        the adapters of the rows. The parts of a deterministic pass are sorted by it."""
+        """Return the first row of each part in the pass, and the adapters of the rows.
+
+        Rows of one adapter are adjacent. The parts of a deterministic pass are sorted by it.
+        """
         numbers: dict[LiveVersion | None, int] = {}
         for slot, _ in parts:
             numbers.setdefault(slot.live, len(numbers))

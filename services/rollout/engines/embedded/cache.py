@@ -28,7 +28,7 @@ from troupe.mixtures import Indices, RoutingShape
 
 # Keys that a query attends to are padded to one of these lengths, by its position.
 LENGTHS: Final = (64, 128, 192, *(base << k for k in range(17) for base in (256, 384)))
-# Memory of keys and values, those of ended turns included: others may begin with the same tokens.
+# Memory of keys and values, including ended turns': others may begin with the same tokens.
 CACHE_BYTES: Final = 512 << 20
 # Fraction of a GPU's free memory that the keys and values of one engine take instead.
 _GPU_SHARE: Final = 0.25
@@ -374,8 +374,8 @@ class SlotAllocator:
         del slot.page_hashes[pages:]
 
     def forget(self, *, keep: bool = False) -> list[EngineTurn]:
-        """Discard all keys and values, but with `keep` those of turns that have drawn tokens;
-        returns the turns in slots."""
+        """Discard all keys and values (with `keep`, except for turns that have drawn tokens);
+        return the turns in slots."""
         self._by_hash.clear()
         for slot in self._slots:
             slot.page_hashes.clear()

@@ -50,7 +50,7 @@ class AdapterSlots:
         self._changed = asyncio.Event()
         # First come, first served.
         self._queue = asyncio.Lock()
-        # Names are not those of an earlier process, whose adapters an attached server may hold.
+        # Names differ from an earlier process's, whose adapters an attached server may hold.
         self._token = secrets.token_hex(3)
         self._loads = 0
 

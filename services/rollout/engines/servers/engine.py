@@ -533,7 +533,7 @@ class ServerEngine(ServingEngine):
 
     @property
     def _cache_key(self) -> str | None:
-        """Whose cached prefixes a request may use: where the cache is kept, those of this version.
+        """Which cached prefixes a request may use: this version's, if the cache is kept.
         (Adapters have their own caches already.)"""
         return f"v{self.host.loaded}" if self._spec.engine.cache == "keep" else None
 

@@ -63,7 +63,7 @@ class Launch:
     """How a server is launched, on loopback.
 
     `source`: a directory or hub id of the model; weights are loaded later. `name`: the served
-    model name. `adapters`: those of its policies, if any. `replica`: the host's number.
+    model name. `adapters`: its policies', if any. `replica`: the host's number.
     `memory`: the server can free its GPU memory while it runs. `routed_experts`: it says which
     experts tokens were sent to. `release`: numbers of its package's version; empty: unknown.
     `gpu`: it computes on GPUs.

@@ -253,7 +253,7 @@ class EitherLoader(Loader):
 
     @property
     def way(self) -> str:
-        """That of the loader in use."""
+        """How the loader in use loads weights."""
         return self._active.way
 
     async def prepare(self, weights: NewWeights) -> None:

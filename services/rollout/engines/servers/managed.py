@@ -465,10 +465,10 @@ class Health:
         """Whether the server generates. `answered`: turns since the last probe; one is proof
         enough.
 
-        A server that is busy may call itself healthy with any sign of life, and a page in front of
-        a dead one may answer anything: so an ordinary request is sent when it is idle, or when
-        it has room and still ends nothing. `in_flight`: turns that it has now of this worker;
-        `load`: its own report, which counts those of all workers.
+        A busy server may report that it is healthy at any sign of life, and a page in front of a
+        dead one may answer anything. So an ordinary request is sent when the server is idle, or
+        when it has room and still ends no turn. `in_flight`: its current turns of this worker;
+        `load`: its own report, which counts all workers' turns.
         """
         if answered:
             self._answered_at = time.monotonic()

@@ -45,7 +45,7 @@ _SIGNS: Final = torch.where(
 )
 # Proofs that are kept: of a few policies the newest version each.
 _MOST_PROOFS: Final = 8
-# Log-probs of the same request and weights are closer than this, and those of others are not.
+# Log-probs of the same request and weights are closer than this; of other weights, they are not.
 _NOISE: Final = 1e-5
 
 
@@ -130,8 +130,8 @@ class NamesCheck:
         put: Callable[[Mapping[str, torch.Tensor], int | None], Awaitable[None]],
         fingerprint: Callable[[int], Awaitable[Fingerprint]],
     ) -> None:
-        """`server`: its name in logs. `put(tensors, version)` loads some tensors over those that
-        the server holds, which are those of `version` then, or of none, and clears its caches.
+        """`server`: its name in logs. `put(tensors, version)` loads some tensors over the server's,
+        which then are version `version`'s, or (None) no version's, and clears its caches.
         `fingerprint(num_bytes)` of the weights that it holds."""
         self._reference, self._server = reference, server
         self._put, self._fingerprint = put, fingerprint

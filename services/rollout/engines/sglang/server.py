@@ -131,8 +131,8 @@ class SglangServer(HttpServer):
 
     @classmethod
     def _graphs(cls, launch: Launch) -> list[str]:
-        """Arguments about CUDA graphs: for batches up to the engine's limit. By default those of
-        small GPUs end at 8 to 48 turns; larger batches are then launched kernel by kernel."""
+        """Arguments about CUDA graphs: for batches up to the engine's limit. By default,
+        graphs of small GPUs end at 8 to 48 turns; larger batches launch kernel by kernel."""
         if not launch.gpu or launch.release < _GRAPHS_BY_PHASE:
             return []
         most = ["--cuda-graph-max-bs-decode", str(launch.spec.engine.running_limit)]

@@ -138,7 +138,7 @@ class VllmServer(HttpServer):
             **({} if launch.adapters is None else {RUNTIME_ADAPTERS: "1"}),
             **({"VLLM_BATCH_INVARIANT": "1"} if launch.deterministic else {}),
             **({PICKLES: "1"} if cls._transfer(launch) == "ipc" else {}),
-            # Else its threads are bound to the first cores, those of every other server.
+            # Else its threads are bound to the first cores, as every other server's are.
             **({} if launch.gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}),
         }
 
@@ -446,8 +446,8 @@ def sampling_of(turn: EngineTurn) -> Json:
     if truncated:
         found |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0)}
     if sampling.seed is not None:
-        # A request draws by its seed from its first token on; tokens that follow on those of an
-        # aborted one must not be drawn by the same numbers.
+        # A request draws by its seed from its first token on; tokens that continue an aborted
+        # request must not be drawn by the same numbers.
         drawn = sampling.drawn + len(turn.token_ids)
         found["seed"] = (turn.seed + _SEED_STEP * drawn) & _INT63
     return found

@@ -4,8 +4,8 @@ Under autocast torch casts a layer's float32 weight in each forward pass, and ag
 backward pass recomputes the layer; the gradient of the weight is rounded to bfloat16, cast back and
 added to the sum. Here a weight is cast once per update where memory allows, layers side by side
 share the cast of their input, and the product that makes a gradient is added to the float32 sum, as
-in Megatron-LM's fused accumulation of gradients (Shoeybi et al. 2019, arXiv 1909.08053). Values of
-the forward pass are those of autocast, bit for bit.
+in Megatron-LM's fused accumulation of gradients (Shoeybi et al. 2019, arXiv 1909.08053). The
+forward pass computes the same values as autocast, bit for bit.
 """
 
 from __future__ import annotations

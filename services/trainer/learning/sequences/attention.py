@@ -277,7 +277,7 @@ def _with_others(
 
 
 class _Joined(torch.autograd.Function):
-    """Keys and values of a piece, then those of earlier pieces, which are constants here.
+    """Keys and values of a piece, then of earlier pieces, which are constants here.
 
     Their gradients are added up in the history, and enter the gradient of the piece that computed
     them when that piece is differentiated, after all of its readers.

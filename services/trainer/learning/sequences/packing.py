@@ -244,7 +244,7 @@ class PackedBatch:
     # row records them; None: no row does.
     routes: torch.Tensor | None = None
     # Payloads that tokens stand for, by the position of their first token in the flattened [B * L].
-    # None: no rank's batch of this pass has any. Empty: only those of other ranks have, and the
+    # None: no rank's batch of this pass has any. Empty: only other ranks' batches have, and the
     # model takes part in what it computes of them alone.
     payloads: Payloads | None = None
     # Whether the pass runs without gradients, only for its keys and values; it scores nothing.

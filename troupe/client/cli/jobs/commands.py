@@ -292,11 +292,11 @@ def profile(
     )
     for name, times in found.policies.items():
         speed = times.engine.speed()
-        each = speed and speed.decode_seconds + speed.decode_seconds_per_turn * speed.beside
+        each = speed and speed.decode_seconds + speed.decode_seconds_per_turn * speed.concurrency
         speeds.add_row(
             escape(name),
-            f"{speed.beside / each:,.0f}" if speed and each else "-",
-            f"{speed.beside:.1f}" if speed else "-",
+            f"{speed.concurrency / each:,.0f}" if speed and each else "-",
+            f"{speed.concurrency:.1f}" if speed else "-",
             f"{times.queue_seconds.mean:.2f}",
             f"{times.trained_tokens_per_second:,.0f}" if times.trained_tokens_per_second else "-",
         )

@@ -64,7 +64,7 @@ def metrics(
     data_dir: options.DataDir = None,
 ) -> None:
     """Print a job's metrics, one row per step. Scores of an evaluation are in the row of the step
-    that it followed. Those of a stopped cluster's job come from its data directory."""
+    that it followed. Metrics of a stopped cluster's job come from its data directory."""
     wanted = [part.strip() for one in names or [] for part in one.split(",") if part.strip()]
     stopped = options.stopped_job(job_id, cluster, data_dir)
     if stopped is not None:
