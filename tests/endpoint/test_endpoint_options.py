@@ -79,6 +79,9 @@ REFUSED: dict[str, Any] = {
     "vllm_xargs": {"a": 1},
     "web_search_options": {},
 }
+PART = {"role": "assistant", "content": "x"}
+OLD_CALL = {**PART, "content": None, "function_call": {"name": "add", "arguments": "{}"}}
+STATS = "stream_options.continuous_usage_stats"
 # Options that clients send by default, and options that change no token.
 TAKEN: dict[str, Sequence[Any]] = {
     "allowed_token_ids": [None],
@@ -175,13 +178,16 @@ async def test_options_with_neutral_values_are_accepted(path: str) -> None:
         (TEXT, {"response_format": {"type": "text"}}),
         (TEXT, {"add_special_tokens": True}),
         (CHAT, {"add_special_tokens": False}),
+        (CHAT, {"stream_options": {"include_obfuscation": False, "continuous_usage_stats": False}}),
+        (CHAT, {"messages": [{**ASKED, "prefix": False, "function_call": None}]}),
+        (RESPONSES, {"include": ["reasoning.encrypted_content"]}),
     ],
 )
 async def test_neutral_options_of_one_api_are_accepted_there(
     path: str, asks: dict[str, Any]
 ) -> None:
     async with served(chat=make_chat(TOOLED)) as one:
-        answer = await one.post(path, **BODIES[path], **asks)
+        answer = await one.post(path, **{**BODIES[path], **asks})
         assert answer.status_code == 200, answer.text
 
 
@@ -247,15 +253,75 @@ async def test_a_field_of_another_api_is_refused_by_name(path: str, name: str, v
         (RESPONSES, {"reasoning": {"effort": "low", "budget": 3}}, "reasoning.budget"),
         (MESSAGES, {"output_config": {"task_budget": {"total": 5}}}, "output_config.task_budget"),
         (MESSAGES, {"thinking": {"type": "perhaps"}}, "thinking.type"),
+        (MESSAGES, {"thinking": {}}, "thinking.type"),
+        (CHAT, {"messages": [ASKED, OLD_CALL, ASKED]}, "messages[1].function_call"),
+        (CHAT, {"messages": [ASKED, {**PART, "prefix": True}]}, "messages[1].prefix"),
+        (CHAT, {"messages": [ASKED, {**PART, "partial": True}]}, "messages[1].partial"),
+        (CHAT, {"messages": [ASKED, {**PART, "audio": {"id": "a"}}, ASKED]}, "messages[1].audio"),
+        (CHAT, {"response_format": {"type": "text", "schema": {}}}, "response_format"),
+        (RESPONSES, {"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format"),
+        (CHAT, {"stream_options": {"continuous_usage_stats": True}}, STATS),
+        (TEXT, {"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+        (RESPONSES, {"include": ["message.output_text.logprob"]}, "include"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
     ],
 )
 async def test_an_option_inside_of_another_is_refused_by_name(
     path: str, asks: dict[str, Any], param: str
 ) -> None:
     async with served() as one:
-        answer = await one.post(path, **BODIES[path], **asks)
+        answer = await one.post(path, **{**BODIES[path], **asks})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "asks", "param"),
+    [
+        *[(path, {"max_tokens": True}, "max_tokens") for path in (CHAT, TEXT)],
+        *[(path, {"top_k": False}, "top_k") for path in (CHAT, TEXT, RESPONSES, MESSAGES)],
+        (CHAT, {"stop": [None]}, "stop"),
+        (CHAT, {"tool_choice": "any"}, "tool_choice"),
+        (CHAT, {"messages": [ASKED, "hi"]}, "messages[1]"),
+        (TEXT, {"prompt": {"text": "a"}}, "prompt"),
+    ],
+)
+async def test_a_value_of_a_wrong_type_is_named_as_in_the_request(
+    path: str, asks: dict[str, Any], param: str
+) -> None:
+    async with served() as one:
+        answer = await one.post(path, **{**BODIES[path], **asks})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+        assert f"`{param}` is wrong" in answer.json()["error"]["message"]
+
+
+THINKING = {"type": "thinking", "thinking": "so"}
+CALLED = {"type": "tool_use", "id": "1", "name": "add", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "role", "part", "param"),
+    [
+        (MESSAGES, "assistant", {"type": "thinking", "thinking": 5}, ".content[0].thinking"),
+        (MESSAGES, "user", THINKING, ".content[0]"),
+        (MESSAGES, "user", CALLED, ".content[0]"),
+        (MESSAGES, "system", CALLED, ".content[0]"),
+        (MESSAGES, "assistant", {"type": "tool_result", "tool_use_id": "1"}, ".content[0]"),
+        (RESPONSES, "", {"type": "reasoning", "content": 5}, ".content"),
+        (RESPONSES, "", {"type": "reasoning", "content": [5]}, ".content[0]"),
+        (RESPONSES, "", {"type": "reasoning", "summary": {"text": "so"}}, ".content"),
+    ],
+)
+async def test_a_part_that_would_be_lost_is_refused_by_name(
+    path: str, role: str, part: dict[str, Any], param: str
+) -> None:
+    name = "messages" if path == MESSAGES else "input"
+    first = {"role": role, "content": [part]} if role else part
+    async with served() as one:
+        answer = await one.post(path, **{**BODIES[path], name: [first, ASKED]})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == f"{name}[0]{param}"
 
 
 EFFORTS = make_chat(

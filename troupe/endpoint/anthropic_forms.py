@@ -28,7 +28,14 @@ from troupe.workflow.messages import Reply, content_text
 
 # Clients send thoughts back only with a signature.
 _SIGNATURE: Final = "troupe"
-_TEXT_BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_BLOCK_ROLES: Final = {
+    "text": ("user", "assistant", "system"),
+    "thinking": ("assistant",),
+    "redacted_thinking": ("assistant",),
+    "tool_use": ("assistant",),
+    "tool_result": ("user",),
+}
+"""By type of a content block: the roles whose messages may have it."""
 
 
 class _OutputConfig(BaseModel, extra="forbid"):
@@ -156,11 +163,18 @@ def _add_blocks(messages: list[dict[str, Any]], role: str, blocks: list[Any], fi
     for number, block in enumerate(blocks):
         at = f"{field}[{number}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind not in _TEXT_BLOCKS:
+        if not isinstance(kind, str) or kind not in _BLOCK_ROLES:
             raise refused(
                 f"a block of type {str(kind)[:60]!r} is not text",
                 at,
-                f"Known: {', '.join(_TEXT_BLOCKS)}; agents cannot see images, sounds or files.",
+                f"Known: {', '.join(_BLOCK_ROLES)}; agents cannot see images, sounds or files.",
+                code="invalid_value",
+            )
+        if role not in _BLOCK_ROLES[kind]:
+            raise refused(
+                f"a message of role {role!r} has a block of type {kind!r}",
+                at,
+                f"Send it in a message of role {_BLOCK_ROLES[kind][0]}.",
                 code="invalid_value",
             )
         if kind == "text":
@@ -171,7 +185,8 @@ def _add_blocks(messages: list[dict[str, Any]], role: str, blocks: list[Any], fi
             call = block.get("tool_use_id")
             messages.append({"role": "tool", "tool_call_id": call, "content": text})
         elif kind == "thinking":
-            thoughts = [reply.get("reasoning_content"), block.get("thinking")]
+            own = content_text(block.get("thinking"), f"{at}.thinking")
+            thoughts = [reply.get("reasoning_content"), own]
             reply["reasoning_content"] = "\n".join(filter(None, thoughts))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
 
 from troupe.endpoint.errors import ApiError, FieldNames, refused
 from troupe.endpoint.promises import Promises, promises_of
@@ -260,6 +260,14 @@ ROLES: Final = {
     "tool": "tool",
 }
 """Roles of chat templates by role of a request."""
+_CONTINUES: Final = "Troupe begins each reply itself: end the conversation before it."
+_NOT_IN_MESSAGES: Final = {
+    "audio": "Send its transcript as the message's `content`.",
+    "function_call": "Send the call in `tool_calls`.",
+    "partial": _CONTINUES,
+    "prefix": _CONTINUES,
+}
+"""Fields of a message that would change the prompt and are not supported, with remedies."""
 _MAX_STOPS: Final = 32
 _MAX_TOKENS: Final = 2**31 - 1
 _MAX_CHOICES: Final = 128
@@ -442,7 +450,7 @@ class ApiBody(BaseModel):
             return cls.model_validate(body)
         except ValidationError as error:
             first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
+            field = _path_of(first["loc"], body, missing=first["type"] == "missing")
             raise refused(
                 f"`{field}` is wrong: {first['msg']}",
                 field,
@@ -463,10 +471,14 @@ class ApiBody(BaseModel):
         return {**others, **chat}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, extra="forbid"):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """No part of a stream is padded."""
+    continuous_usage_stats: Literal[False] | None = None
+    """An option of vLLM: the usage in each part."""
 
 
 class _Request(ApiBody):
@@ -487,6 +499,13 @@ class _Request(ApiBody):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     """An extension that vLLM also has: return the ids of prompt and response."""
+
+    @field_validator("n", "temperature", "top_p", "top_k", "max_tokens", "seed", mode="before")
+    @classmethod
+    def _is_no_truth_value(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("it must be a number")
+        return value
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, lenient: bool) -> Self:
@@ -612,6 +631,10 @@ class ChatRequest(_Request):
                     f"messages[{index}].role",
                     f"Known: {', '.join(ROLES)}.",
                 )
+            for name in _NOT_IN_MESSAGES:
+                if message.get(name):
+                    at, remedy = f"messages[{index}].{name}", _NOT_IN_MESSAGES[name]
+                    raise refused_field(at, message[name], remedy)
             conversation.append({**message, "role": ROLES[role]})
         if instruction := self.promises.instruction:
             if conversation[0]["role"] != "system":
@@ -682,6 +705,18 @@ def _extended(content: Any, text: str) -> Any:
     if isinstance(content, list):
         return [*content, {"type": "text", "text": f"\n{text}"}]
     return f"{content}\n\n{text}" if isinstance(content, str) and content else text
+
+
+def _path_of(loc: Sequence[int | str], body: Any, *, missing: bool) -> str:
+    """Return the path of a field in `body`, without pydantic's names for the members of unions;
+    `missing`: the body lacks the last part."""
+    path, inside = "", body
+    for number, part in enumerate(loc, 1):
+        if isinstance(part, int) and isinstance(inside, list):
+            path, inside = f"{path}[{part}]", inside[part]
+        elif isinstance(inside, Mapping) and (part in inside or (missing and number == len(loc))):
+            path, inside = f"{path}.{part}" if path else str(part), inside.get(part)
+    return path
 
 
 def _shown(value: Any) -> str:

@@ -152,6 +152,16 @@ def _choice(given: str | Mapping[str, Any] | None, names: Sequence[str]) -> tupl
 
 def _format(given: Mapping[str, Any] | None) -> tuple[Any, bool, bool]:
     kind = (given or {}).get("type", "text")
+    inside = given.get("json_schema") if given else None
+    if given and kind in ("text", "json_object"):
+        # Other servers take a schema here; the reply would not be held to it.
+        for part in (given, inside):
+            if isinstance(part, Mapping) and part.get("schema") is not None:
+                raise refused(
+                    f"`response_format` of type {kind} has a `schema`",
+                    "response_format",
+                    'Send it as {"type": "json_schema", "json_schema": {"schema": ...}}.',
+                )
     if not given or kind == "text":
         return None, False, False
     if kind == "json_object":
@@ -162,7 +172,6 @@ def _format(given: Mapping[str, Any] | None) -> tuple[Any, bool, bool]:
             "response_format",
             "Known: text, json_object, json_schema.",
         )
-    inside = given.get("json_schema")
     schema = inside.get("schema") if isinstance(inside, Mapping) else None
     if not isinstance(schema, dict | bool):
         raise _invalid("response_format", "there is no `json_schema.schema`", ".json_schema.schema")

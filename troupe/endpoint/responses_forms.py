@@ -41,6 +41,19 @@ _REPEATED: Final[Mapping[str, Any]] = {
     "truncation": "disabled",
 }
 _LOGPROBS: Final = "message.output_text.logprobs"
+_INCLUDES: Final = frozenset(
+    {
+        _LOGPROBS,
+        # Parts that no response here has.
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 
 class ResponseHistory:
@@ -148,6 +161,8 @@ class AskedResponse:
                 "reasoning_effort": "reasoning.effort",
             }
         )
+        if unknown := [name for name in given.include or () if name not in _INCLUDES]:
+            raise refused(f"`include` has {unknown[0][:60]!r}", "include", f"Known: {_LOGPROBS}.")
         earlier = history.before(given.previous_response_id)
         messages = _messages(earlier, history) + _messages(given.items, history)
         if given.instructions:
@@ -224,10 +239,13 @@ def _messages(items: Sequence[dict[str, Any]], history: ResponseHistory) -> list
     return messages
 
 
-def _thoughts(item: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a reasoning item, or its summary if it has nothing else."""
+def _thoughts(item: Mapping[str, Any]) -> Any:
+    """Return the content of a reasoning item, or its summary if it has nothing else, with texts in
+    the place of parts that have one."""
     parts = item.get("content") or item.get("summary") or []
-    return [part.get("text", "") for part in parts if isinstance(part, Mapping)]
+    if not isinstance(parts, list):
+        return parts
+    return [part.get("text", "") if isinstance(part, Mapping) else part for part in parts]
 
 
 def _tool(tool: Mapping[str, Any], index: int, names: FieldNames) -> dict[str, Any]:

@@ -322,7 +322,7 @@ def parse_tools(given: Sequence[Any] | None) -> ToolSet:
     for index, tool in enumerate(given or ()):
         function: Any = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or tool.get("type") != "function":
+        if not isinstance(name, str) or not name or tool.get("type") != "function":
             raise InvalidMessagesError(
                 f"tool {index} needs `type: function` and a `function` with a `name`",
                 field=f"tools[{index}]",
