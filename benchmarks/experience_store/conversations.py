@@ -139,6 +139,7 @@ async def _measured(stub: Stub, client: redis.Redis, talk: Talk, *, once: bool) 
 
 
 def _file_bytes(client: redis.Redis) -> int:
-    """Return the append-only file's length."""
-    # The rest in the file's buffer is negligible.
-    return int(client.info("persistence")["aof_current_size"])
+    """Return the append-only file's length, including what Redis has not written to it yet: on a
+    busy disk, that may be all of the last seconds."""
+    info = client.info("persistence")
+    return int(info["aof_current_size"]) + int(info["aof_buffer_length"])
