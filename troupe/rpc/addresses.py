@@ -131,9 +131,10 @@ def is_loopback_host(host: str) -> bool:
 
 
 def is_wildcard_host(host: str) -> bool:
-    """Return whether a server at `host` listens on all interfaces: `0.0.0.0`, `::`, or nothing."""
+    """Return whether a server at `host` listens on all interfaces: `0.0.0.0` (also written `0`),
+    `::`, `*`, or nothing."""
     address = _ip_address(host)
-    return not bare_host(host) if address is None else address.is_unspecified
+    return bare_host(host) in ("", "*", "0") if address is None else address.is_unspecified
 
 
 def local_host(host: str) -> str:
@@ -152,8 +153,9 @@ def reachable_host(host: str) -> str:
 def listen(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
     """Return a listening socket at `host`; the one at `::` takes IPv4 clients, too. Raises
     OSError."""
+    name = None if bare_host(host) in ("", "*") else bare_host(host)
     family, _, _, _, address = socket.getaddrinfo(
-        bare_host(host) or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     both = family is socket.AF_INET6 and is_wildcard_host(host) and socket.has_dualstack_ipv6()
     return socket.create_server(address[:2], family=family, backlog=backlog, dualstack_ipv6=both)
