@@ -393,6 +393,16 @@ def test_an_agent_that_joins_late_has_no_decisions_before() -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("returns", [3, 5])
+def test_an_agent_that_is_there_again_after_its_end_is_named(cut: bool, returns: int) -> None:
+    environment = cast(steps=9, a=Part(), b=Part(leaves=2, cut=cut, returns=returns))
+    said = f"agent 'b' is there again after step {returns} in copy 0, after its episode ended"
+    with pytest.raises(BrokenEnvironment, match=said) as bad:
+        played(environment)
+    assert bad.value.field == "agents"
+
+
+@pytest.mark.parametrize("cut", [False, True])
 def test_the_value_of_an_agent_is_bootstrapped_where_it_was_cut_off(cut: bool) -> None:
     """Fitted values of an agent that left with 1 to come: 1, or more if its return continues."""
     learning = {"paradigm": "dqn", "gamma": 0.5, "lr": 0.05, "updates": 100, "tau": 0.2}

@@ -45,7 +45,15 @@ class Solo(gymnasium.Env[Any, Any]):
         return {} if mask is None else {"action_mask": mask}
 
 
+class Unmasked(Solo):
+    """`Solo` whose infos name a mask that they do not have."""
+
+    def _info(self) -> dict[str, Any]:
+        return {"action_mask": None}
+
+
 gymnasium.register("Solo-v0", Solo, disable_env_checker=True, order_enforce=False)
+gymnasium.register("Unmasked-v0", Unmasked, disable_env_checker=True, order_enforce=False)
 
 
 def solo(copies: int = 2, steps: int = 4, **made: Any) -> GymnasiumCopies:
@@ -64,6 +72,8 @@ class Part:
     """Whether it is truncated, not terminated."""
     masks: Mapping[int, Any] | None = None
     """Its masks, by the number of steps that were made."""
+    returns: int = 0
+    """After how many steps it is there again; 0: never."""
 
 
 class Cast(ParallelEnv[str, Any, Any]):
@@ -105,7 +115,9 @@ class Cast(ParallelEnv[str, Any, Any]):
         over = {name: gone[name] and not self._parts[name].cut for name in were}
         cut = {name: gone[name] and self._parts[name].cut for name in were}
         self.agents = [name for name in were if not gone[name]]
-        self.agents += [name for name, part in self._parts.items() if part.joins == self._step]
+        self.agents += [
+            name for name, part in self._parts.items() if self._step in (part.joins, part.returns)
+        ]
         seen = [*were, *self.agents]
         return *self._seen(seen, rewards=were), over, cut, self._infos(seen)
 

@@ -26,6 +26,7 @@ from troupe.workflow.environments import (
 from troupe.workflow.environments.adapters.gymnasium import Gymnasium
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
 from troupe.workflow.environments.adapters.pettingzoo import Aec, Parallel
+from troupe.workflow.environments.adapters.spaces import numbers
 from troupe.workflow.environments.adapters.textarena import TextArena
 from troupe.workflow.environments.conformance import check, legal_mover, play_randomly
 
@@ -335,6 +336,8 @@ NESTED = spaces.Dict({"a": spaces.Tuple([spaces.Discrete(3, start=5), spaces.Tex
         (spaces.Box(0, 255, (2,), np.uint8), [3, 255], [3, 300]),
         (spaces.Box(0, 9, (1,), np.int64), [3], [3.5]),
         (spaces.Box(-1, 1, (2,)), [0.5, -1], [0.5, -1.5]),
+        (spaces.Box(-np.inf, np.inf, (1,)), [1e30], [1e39]),  # infinite as float32
+        (spaces.Box(-np.inf, np.inf, (1,), np.float64), [1e39], [np.inf]),
         (NESTED, {"a": [6, "ab"]}, {"a": [6, "abc"]}),
         (NESTED, {"a": [6, "ab"]}, {"a": [6]}),
         (NESTED, {"a": [6, "ab"]}, {"a": [6, "ab"], "b": 1}),
@@ -352,6 +355,39 @@ def test_json_actions_are_elements_of_any_space(moves: Any, right: Any, wrong: A
         with pytest.raises(IllegalMoveError):
             game.step({"player": action})
     game.step({"player": right})
+
+
+def test_words_are_no_numbers_of_an_action() -> None:
+    assert numbers("nan of [0.5, -1e3] goes to infinity: 1e999") == [0.5, -1e3]
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({"observation": 1}, "1"),
+        ({"obs": 1}, "obs: 1"),
+        ({"board": 1, "hand": 0}, "board: 1\nhand: 0"),
+        ({"observation": 1, "hand": 0}, "hand: 0\nobservation: 1"),
+    ],
+)
+def test_a_mask_among_parts_of_an_observation_takes_none_of_them_away(
+    parts: dict[str, int], text: str
+) -> None:
+    single = {name: spaces.Discrete(1, start=value) for name, value in parts.items()}
+    mask = spaces.Box(np.array([0, 1]), np.array([0, 1]), dtype=np.int8)
+    seen = spaces.Dict({**single, "action_mask": mask})
+    game = Gymnasium(f"{HERE}:Solo-v0", make_args={"seen": seen}, max_steps=3)
+    shown = game.reset(0).obs["player"]
+    assert shown.text == text
+    assert shown.legal == {"1": 1}
+    assert len(shown.arrays) == len(parts)
+
+
+def test_an_empty_mask_of_an_info_leaves_the_mask_of_the_observation() -> None:
+    mask = spaces.Box(np.array([0, 1]), np.array([0, 1]), dtype=np.int8)
+    seen = spaces.Dict({"observation": spaces.Discrete(2), "action_mask": mask})
+    game = Gymnasium(f"{HERE}:Unmasked-v0", make_args={"seen": seen}, max_steps=3)
+    assert game.reset(0).obs["player"].legal == {"1": 1}
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -141,6 +141,14 @@ class PettingZooCopies:
                 field="agents",
                 remedy="Name all agents that an episode may have in `possible_agents`.",
             )
+        for name, gone in zip(self._names, self._ended[b] & self._absent[b], strict=True):
+            if gone and name in present:
+                raise BrokenEnvironment(
+                    f"agent '{name}' is there again {when}, after its episode ended",
+                    field="agents",
+                    remedy="End an agent's episode when it does not return: until then leave it "
+                    "out of `agents`, without a flag.",
+                )
         self._absent[b] = [name not in present for name in self._names]
         # Agents that have left are no longer seen.
         self._seen[b, self._ended[b]] = 0

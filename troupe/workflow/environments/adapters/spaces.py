@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -68,9 +69,13 @@ def native(space: Any, action: Action, seat: str) -> Any:
 def _value(space: Any, action: Action) -> Any:
     spaces = _spaces()
     if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
-        given, value = np.asarray(action), np.asarray(action, dtype=space.dtype)
+        given = np.asarray(action)
+        with np.errstate(over="ignore"):
+            value = np.asarray(action, dtype=space.dtype)
         if value.dtype.kind in "iu" and not np.array_equal(given, value):
             raise ValueError("not whole numbers of this type")
+        if not np.isfinite(value).all():  # a space without bounds contains infinity
+            raise ValueError("not finite numbers of this type")
         return value
     if isinstance(space, spaces.Tuple):
         return tuple(_value(part, one) for part, one in zip(space.spaces, action, strict=True))
@@ -123,21 +128,27 @@ def _illegal(space: Any, action: Action, seat: str) -> IllegalMoveError:
 
 
 def numbers(text: str) -> list[float]:
-    """Return the numbers in a text, in order, as an action of a vector space."""
+    """Return the numbers in a text, in order, as an action of a vector space; the words "nan" and
+    "infinity" are none."""
     found = []
     for word in text.replace(",", " ").replace("[", " ").replace("]", " ").split():
         try:
-            found.append(float(word))
+            number = float(word)
         except ValueError:
             continue
+        if math.isfinite(number):
+            found.append(number)
     return found
 
 
 def split_mask(observation: Any) -> tuple[Any, Any]:
-    """Split PettingZoo's {"observation", "action_mask"}; (observation, None) for other values."""
-    if isinstance(observation, Mapping) and "action_mask" in observation:
-        return observation.get("observation", {}), observation["action_mask"]
-    return observation, None
+    """Split a dictionary of observations into the rest and its `action_mask`; (observation, None)
+    for other values. PettingZoo's {"observation", "action_mask"} leaves the observation alone."""
+    if not isinstance(observation, Mapping) or "action_mask" not in observation:
+        return observation, None
+    rest = {name: part for name, part in observation.items() if name != "action_mask"}
+    only = rest["observation"] if rest.keys() == {"observation"} else rest
+    return only, observation["action_mask"]
 
 
 def arrays_of(observation: Any) -> dict[str, Any]:
@@ -200,12 +211,17 @@ class SpacesEnvironment(Environment):
         self._env.close()
 
     def _observation(
-        self, space: Any, seen: Any, info: Mapping[str, Any], describe: Callable[[Any], str] | None
+        self,
+        space: Any,
+        seen: Any,
+        info: Mapping[str, Any] | None,
+        describe: Callable[[Any], str] | None,
     ) -> Observation:
         """Convert `seen` to the observation of a seat with this action space. Its text is the
         result of `describe`, else the `ansi` rendering if there is one, else numbers."""
         inner, mask = split_mask(seen)
-        legal = legal_of(space, info.get("action_mask", mask), self._moves)
+        told = (info or {}).get("action_mask")
+        legal = legal_of(space, mask if told is None else told, self._moves)
         if describe is not None:
             text = describe(inner)
         elif getattr(self._env, "render_mode", None) == "ansi":
