@@ -317,6 +317,65 @@ def test_calls_next_to_a_thought_are_learned() -> None:
     assert learned == f'hm\n</think>\n\n{{"x": 1}}{END}'
 
 
+ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = [
+    HELLO[0],
+    assistant("", tool_calls=[ADD], reasoning_content="hm"),
+    {"role": "tool", "content": "2"},
+    assistant("it is 2", reasoning_content="so"),
+]
+
+
+def test_a_call_that_the_template_leaves_out_is_refused() -> None:
+    """As with LFM2's and Granite 3.0's templates: an empty reply would be learned."""
+    with pytest.raises(WorkflowError, match="does not show tool calls") as refused:
+        demonstrations_of({"messages": CALLED[:2]}, roles("solver"))
+    assert refused.value.kind == "chat_template"
+    legacy = assistant(None, function_call={"name": "add", "arguments": "{}"})
+    with pytest.raises(WorkflowError, match="message 1 has a `function_call`"):
+        demonstrations_of({"messages": [HELLO[0], legacy]}, roles("solver", template=TOOLED))
+
+
+def test_a_template_that_takes_arguments_as_text_gets_them_so() -> None:
+    """As DeepSeek's, which join the arguments of a call with other texts."""
+    shown = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '@' + c.function.arguments }}"
+    who = roles("solver", template=CHATML.replace("{{ m.content }}", shown + "{% endfor %}"))
+    found = texts(demonstrations_of({"messages": CALLED[:2]}, who), who)
+    assert [learned for _, learned in found] == [f'<think>\nhm\n</think>\n\n@{{"a": 1}}{END}']
+
+
+def test_a_reply_is_shown_as_the_template_does_even_if_it_hides_earlier_thoughts_then() -> None:
+    """gpt-oss shows the thoughts next to a call until the final reply."""
+    shown = (
+        "{% if m.thinking and (m.tool_calls and messages[-1].role != 'assistant' or loop.last) %}"
+        "[{{ m.thinking }}]{% endif %}{% if m.role == 'assistant' %}final:{% endif %}"
+        "{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    )
+    who = roles("solver", template=CHATML.replace("{{ m.content }}", shown))
+    for message, learned in ((CALLED[-1], "[so]final:it is 2"), (HELLO[1], "final:hello")):
+        found = texts(demonstrations_of({"messages": [*CALLED[:3], message]}, who), who)
+        assert [reply for _, reply in found] == [f"[hm]final:add{END}", f"{learned}{END}"]
+        assert "[hm]" in found[-1][0]
+
+
+def test_messages_that_the_template_leaves_out_are_refused() -> None:
+    """Most templates skip roles that they do not know, such as OpenAI's `developer`."""
+    known = "{% if m.role in ('system', 'user', 'assistant') %}"
+    who = roles(
+        "solver",
+        template=CHATML.replace("<|im_start|>{{", known + "<|im_start|>{{").replace(
+            "{% endfor %}", "{% endif %}{% endfor %}"
+        ),
+    )
+    for role in ("developer", "function"):
+        row = {"messages": [{"role": role, "content": "be kind"}, *HELLO]}
+        with pytest.raises(WorkflowError, match=f"not show messages of the role '{role}'"):
+            demonstrations_of(row, who)
+        assert "be kind" in texts(demonstrations_of(row, roles("solver")), roles("solver"))[0][0]
+    assert demonstrations_of({"messages": [SYSTEM, *HELLO]}, who)
+
+
 @pytest.mark.parametrize("text", ["1+1=", ""])
 def test_texts_begin_with_the_token_that_the_tokenizer_puts_first(text: str) -> None:
     chat, first = make_beginning_chat()
@@ -479,10 +538,20 @@ def test_a_joint_pair_has_the_replies_of_all_agents_as_turns_of_one_row() -> Non
     assert joint_preferences_of({"agents": {"a": PAIR, "b": other}}, who, max_tokens=longest) == []
 
 
+@pytest.mark.parametrize("empty", [None, dict.fromkeys(PAIR)])
+def test_an_agent_without_a_pair_is_left_out_of_a_joint_pair(empty: Any) -> None:
+    """Parquet gives every row the agents of all rows."""
+    who = roles("a", "b")
+    assert joint_preferences_of({"agents": {"a": PAIR, "b": empty}}, who) == joint_preferences_of(
+        {"agents": {"a": PAIR}}, who
+    )
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         (PAIR, "it has no `agents`"),
+        ({"agents": {"a": None}}, "its `agents` have no pairs"),
         ({"agents": {"a": "7"}}, "`agents.a` is '7', not a pair"),
         ({"agents": {"a": {"prompt": "x", "chosen": "y"}}}, "it has the fields"),
         ({"agents": {"a": PAIR, "c": PAIR}}, "its agent 'c' does not learn"),

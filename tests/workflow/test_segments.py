@@ -101,6 +101,6 @@ def test_conversations_share_the_ids_of_a_long_system_prompt() -> None:
         messages = (("system", opening), ("user", f"question {number}"))
         ids = chat.first_ids(messages)
         assert ids == tuple(
-            chat._tokenizer.encode(chat._render(messages, PLAIN), add_special_tokens=False)
+            chat._tokenizer.encode(chat.render(messages, PLAIN), add_special_tokens=False)
         )
     assert sum(read) < 2 * len(opening)

@@ -24,15 +24,20 @@ from typing import Any, Final, Literal
 
 from troupe.job.sections.run import OfflineSpec, PreferencesSpec, SupervisedSpec
 from troupe.outcomes import utf8_text
-from troupe.replies.reading import read_json
-from troupe.workflow.conversation import ChatTokenizer
-from troupe.workflow.errors import WorkflowError, shown
+from troupe.replies.reading import THINK_TAGS, ThinkTags, read_json
+from troupe.workflow.conversation import PLAIN, ChatTokenizer
+from troupe.workflow.errors import ChatTemplateError, WorkflowError, shown
 from troupe.workflow.messages import (
     AnyMessage,
     Rendering,
+    ToolMessage,
+    inline_thoughts,
     parse_messages,
     parse_template_options,
     parse_tools,
+    thoughts_of,
+    with_content,
+    without_thoughts,
 )
 from troupe.workflow.turns import Role
 
@@ -191,8 +196,16 @@ def joint_preferences_of(
     given = row.get("agents")
     if not isinstance(given, Mapping) or not given:
         raise _bad_pair(f"it has no `agents`, only {', '.join(map(str, row)) or '(nothing)'}")
+    # Tables give every row the agents of all rows, with null for missing pairs.
+    there = {
+        name: one
+        for name, one in given.items()
+        if (any(part is not None for part in one.values()) if isinstance(one, Mapping) else one)
+    }
+    if not there:
+        raise _bad_pair("its `agents` have no pairs")
     found: list[Demonstration] = []
-    for name, one in given.items():
+    for name, one in there.items():
         if not isinstance(one, Mapping):
             raise _bad_pair(f"`agents.{name}` is {shown(one)}, not a pair")
         replies = preferences_of(
@@ -221,11 +234,14 @@ def _replies(role: Role, given: Any, known: int, tools: Any) -> list[_Pair]:
     rendering = Rendering(parse_tools(_tools(tools)).text, options)
     messages = parse_messages(given, role.system_prompt)
     weights = [_weight(*one) for one in enumerate(given)]
+    for number, one in enumerate(given):
+        if isinstance(one, Mapping) and one.get("function_call"):
+            raise _bad(f"message {number} has a `function_call`; write `tool_calls` instead")
     added = len(messages) - len(weights)  # the system prompt in front
     found = [
         (
             tuple(chat.first_ids(messages[:at], rendering)),
-            chat.reply_ids(messages[: at + 1], rendering, role.parser.think_tags),
+            reply_ids(chat, messages[: at + 1], rendering, role.parser.think_tags),
         )
         for at, message in enumerate(messages)
         if message[0] == "assistant" and at >= max(known + added, 1) and weights[at - added]
@@ -236,6 +252,103 @@ def _replies(role: Role, given: Any, known: int, tools: Any) -> list[_Pair]:
             "nothing is learned"
         )
     return found
+
+
+def reply_ids(
+    chat: ChatTokenizer,
+    messages: Sequence[AnyMessage],
+    rendering: Rendering = PLAIN,
+    tags: ThinkTags = THINK_TAGS,
+) -> tuple[int, ...]:
+    """Return the ids of the last message, the assistant's, as a reply to the others: as the
+    template renders it up to the end of the turn, or its content and end token.
+
+    Its thoughts come first, between `tags`, even if the template leaves them out; if the prompt
+    ends inside a thought, the reply closes that thought. Raises `ChatTemplateError`.
+    """
+    earlier, message = tuple(messages[:-1]), messages[-1]
+    before = chat.render(earlier, rendering)
+    prompt = before.rstrip()
+    opened = next((pair for pair in tags if prompt.endswith(pair[0])), None)
+    end = "" if chat.end_id is None else chat.transcript([chat.end_id])
+    if any(prompt.endswith(closing) for _, closing in tags):
+        # The prompt asks for a reply without thoughts.
+        message = without_thoughts(message)
+        if (inline := inline_thoughts(message[1], tags)) is not None:
+            message = with_content(message, inline[1])
+        tags = ()
+    elif isinstance(message, ToolMessage) and message.thoughts:
+        inline = inline_thoughts(message.content, tags)
+        if inline is not None and inline[0] == message.thoughts.strip():
+            message = with_content(message, inline[1])  # the row has them twice
+    elif opened and opened[1] not in message[1] and not getattr(message, "calls", ()):
+        begin, tag, rest = message[1].partition(opened[0])
+        if tag and not begin.strip():
+            # The thought is not closed, as in a truncated reply.
+            return chat.encode(rest.removeprefix("\n" if before != prompt else "") + end)
+
+    def rendered(reply: AnyMessage) -> str:
+        return chat.render((*earlier, reply), rendering, prompt=False)
+
+    whole = rendered(message)
+    shown_reply = _shown_reply(before, whole, opened)
+    if shown_reply is None:
+        # Some templates (gpt-oss) show the thoughts of earlier messages only until this reply.
+        earlier = tuple(map(without_thoughts, earlier))
+        whole = rendered(message)
+        shown_reply = _shown_reply(chat.render(earlier, rendering), whole, opened)
+    if isinstance(message, ToolMessage) and message.calls:
+        if shown_reply is None:
+            raise ChatTemplateError(
+                "the chat template renders a reply with tool calls differently from its generation "
+                "prompt",
+                field="tokenizer.chat_template",
+                remedy="Use a template that begins replies with its generation prompt.",
+            )
+        if whole == rendered(message._replace(calls=())):
+            raise ChatTemplateError(
+                "the chat template does not show tool calls",
+                field="tokenizer.chat_template",
+                remedy="Use a template with `tool_calls`, or write the calls into the content.",
+            )
+    reply = _without_opening(message[1], opened) if shown_reply is None else shown_reply
+    if end and end in reply:
+        reply = reply[: reply.rindex(end)]
+    thoughts = thoughts_of(message, opened, tags)
+    plain = without_thoughts(message)
+    # A thought may also be part of the answer: only a rendering without it tells.
+    lost = thoughts not in reply or (plain != message and whole == rendered(plain))
+    if lost or (opened and opened[1] not in reply):
+        if not tags:
+            raise ChatTemplateError(
+                "the chat template does not show `reasoning_content`",
+                field="tokenizer.chat_template",
+                remedy="Leave it out, or name the model's `reasoning_parser`.",
+            )
+        opening, closing = opened or tags[0]
+        empty, closed, answer = reply.partition(closing)
+        if closed and empty.strip() in ("", opening):
+            reply = answer  # a template that shows an empty thought
+        begin = f"{opening}\n" if not opened else "\n" if before == prompt else ""
+        reply = f"{begin}{thoughts}\n{closing}\n\n{reply.lstrip()}"
+    return chat.encode(reply + end)
+
+
+def _shown_reply(before: str, whole: str, opened: tuple[str, str] | None) -> str | None:
+    """Return a template's rendering of a reply and the text after it: `whole` without the prompt
+    `before`, which may have `opened` a thought that `whole` lacks. Omit the prompt's opening tag.
+    None if `whole` begins otherwise."""
+    if whole.startswith(before):
+        return _without_opening(whole[len(before) :], opened)
+    stem = before.rstrip().removesuffix(opened[0]) if opened else ""
+    if stem and whole.startswith(stem):
+        return _without_opening(whole[len(stem) :], opened)
+    return None
+
+
+def _without_opening(text: str, opened: tuple[str, str] | None) -> str:
+    begins = text.lstrip()
+    return begins.removeprefix(opened[0]) if opened and begins.startswith(opened[0]) else text
 
 
 def _tools(given: Any) -> Sequence[Any] | None:

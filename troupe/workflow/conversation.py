@@ -24,18 +24,14 @@ import xxhash
 from troupe.chat_templates import TemplateLimitError
 from troupe.chat_templates.chat import TEMPLATE_REMEDY, ChatTemplates
 from troupe.contracts.payloads import Marks
-from troupe.replies.reading import THINK_TAGS, ThinkTags
-from troupe.workflow.errors import ChatTemplateError, TooManyTokensError
+from troupe.workflow.errors import ChatTemplateError, TooManyTokensError, shown
 from troupe.workflow.messages import (
     AnyMessage,
     Rendering,
     ToolCall,
     ToolMessage,
     as_template_takes,
-    inline_thoughts,
-    thoughts_of,
     with_content,
-    without_thoughts,
 )
 from troupe.workflow.numbering import Path
 from troupe.workflow.token_ids import PromptIds, TokenIds
@@ -84,6 +80,8 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._templates = ChatTemplates(tokenizer)
+        # Roles whose messages the template is known to show.
+        self._shown_roles = {"user", "assistant"}
         self._lock = threading.Lock()  # of the cache
         self._cache: OrderedDict[bytes, TokenIds] = OrderedDict()
         self._cached_tokens = 0
@@ -108,8 +106,8 @@ class ChatTokenizer:
         """
 
         def compute() -> TokenIds:
-            rendered = self._render(messages, rendering)
-            if rendering.tools and rendered == self._render(messages, rendering._replace(tools="")):
+            rendered = self.render(messages, rendering)
+            if rendering.tools and rendered == self.render(messages, rendering._replace(tools="")):
                 raise ChatTemplateError(
                     "the chat template does not show tools",
                     field="tokenizer.chat_template",
@@ -120,62 +118,6 @@ class ChatTokenizer:
 
         # Payloads are large, and are not kept here.
         return compute() if marks else self._cached(_key_of(rendering, messages), compute)
-
-    def reply_ids(
-        self,
-        messages: tuple[AnyMessage, ...],
-        rendering: Rendering = PLAIN,
-        tags: ThinkTags = THINK_TAGS,
-    ) -> tuple[int, ...]:
-        """Return the ids of the last message, the assistant's, as a reply to `first_ids` of the
-        others: as the template renders it up to the end of the turn, or its content and end token.
-
-        Its thoughts come first, between `tags`, even if the template leaves them out; if the prompt
-        ends inside a thought, the reply closes that thought. Raises `ChatTemplateError`.
-        """
-        before = self._render(messages[:-1], rendering)
-        message, prompt = messages[-1], before.rstrip()
-        opened = next((pair for pair in tags if prompt.endswith(pair[0])), None)
-        end = "" if self.end_id is None else self._decode([self.end_id])
-        if any(prompt.endswith(closing) for _, closing in tags):
-            # The prompt asks for a reply without thoughts.
-            message = without_thoughts(message)
-            if (inline := inline_thoughts(message[1], tags)) is not None:
-                message = with_content(message, inline[1])
-            tags = ()
-        elif isinstance(message, ToolMessage) and message.thoughts:
-            inline = inline_thoughts(message.content, tags)
-            if inline is not None and inline[0] == message.thoughts.strip():
-                message = with_content(message, inline[1])  # the row has them twice
-        elif opened and opened[1] not in message[1] and not getattr(message, "calls", ()):
-            begin, tag, rest = message[1].partition(opened[0])
-            if tag and not begin.strip():
-                # The thought is not closed, as in a truncated reply.
-                return self.encode(rest.removeprefix("\n" if before != prompt else "") + end)
-        whole = self._render((*messages[:-1], message), rendering, prompt=False)
-        shown = _shown_reply(message, before, whole, opened)
-        if end and end in shown:
-            shown = shown[: shown.rindex(end)]
-        thoughts = thoughts_of(message, opened, tags)
-        plain = (*messages[:-1], without_thoughts(message))
-        # A thought may also be part of the answer: only a rendering without it tells.
-        lost = thoughts not in shown or (
-            plain[-1] != message and whole == self._render(plain, rendering, prompt=False)
-        )
-        if lost or (opened and opened[1] not in shown):
-            if not tags:
-                raise ChatTemplateError(
-                    "the chat template does not show `reasoning_content`",
-                    field="tokenizer.chat_template",
-                    remedy="Leave it out, or name the model's `reasoning_parser`.",
-                )
-            opening, closing = opened or tags[0]
-            empty, closed, answer = shown.partition(closing)
-            if closed and empty.strip() in ("", opening):
-                shown = answer  # a template that shows an empty thought
-            begin = f"{opening}\n" if not opened else "\n" if before == prompt else ""
-            shown = f"{begin}{thoughts}\n{closing}\n\n{shown.lstrip()}"
-        return self.encode(shown + end)
 
     def suffix_ids(
         self,
@@ -194,7 +136,7 @@ class ChatTokenizer:
 
         def compute() -> TokenIds:
             held = (*messages[:reply], ("assistant", _REPLY), *messages[reply + 1 :])
-            suffix = _after_reply(self._render(held, rendering))
+            suffix = _after_reply(self.render(held, rendering))
             if suffix is None:
                 raise ChatTemplateError(
                     "the chat template does not show an earlier reply unchanged",
@@ -424,8 +366,32 @@ class ChatTokenizer:
         )
         return decoded
 
-    def _render(
-        self, messages: Sequence[AnyMessage], rendering: Rendering, *, prompt: bool = True
+    def render(
+        self, messages: Sequence[AnyMessage], rendering: Rendering = PLAIN, *, prompt: bool = True
+    ) -> str:
+        """Return the chat template's text of a conversation, with `prompt` up to the beginning of
+        the next reply. Raises `ChatTemplateError`, also if the template omits the messages of a
+        role."""
+        text = self._rendered(messages, rendering, prompt=prompt)
+        for role in {message[0] for message in messages} - self._shown_roles:
+            # Such as `developer`, which many templates skip without an error.
+            other = [with_content(m, f"{m[1]}?") if m[0] == role else m for m in messages]
+            try:
+                skipped = self._rendered(other, rendering, prompt=prompt) == text
+            except ChatTemplateError:  # the template parses this content
+                skipped = False
+            if skipped:
+                raise ChatTemplateError(
+                    f"the chat template does not show messages of the role {shown(role)}",
+                    field="tokenizer.chat_template",
+                    value=[message[0] for message in messages],
+                    remedy="Use the roles that it shows, such as system, user, assistant and tool.",
+                )
+            self._shown_roles.add(role)
+        return text
+
+    def _rendered(
+        self, messages: Sequence[AnyMessage], rendering: Rendering, *, prompt: bool
     ) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ChatTemplateError(
@@ -433,23 +399,28 @@ class ChatTokenizer:
                 field="tokenizer.chat_template",
                 remedy="Save the tokenizer with one, or call `agent.generate(token_ids)`.",
             )
-        try:
-            return self._templates.render(
-                [as_template_takes(message) for message in messages],
-                json.loads(rendering.tools) if rendering.tools else None,
-                add_generation_prompt=prompt,
-                **(json.loads(rendering.options) if rendering.options else {}),
-            )
-        except TemplateLimitError as error:
-            raise self._beyond_bounds(error) from error
-        except Exception as error:  # templates raise errors of their own
-            raise ChatTemplateError(
-                f"the chat template refused the conversation: {error}",
-                field="tokenizer.chat_template",
-                value=[message[0] for message in messages],
-                remedy="Use the roles in an order that the template allows, and JSON objects as "
-                "arguments of tool calls.",
-            ) from error
+        failure: Exception | None = None
+        called = any(isinstance(one, ToolMessage) and one.calls for one in messages)
+        # Most templates take the arguments of calls as objects, some (DeepSeek's) as text.
+        for as_text in (False, True) if called else (False,):
+            try:
+                return self._templates.render(
+                    [as_template_takes(one, arguments_as_text=as_text) for one in messages],
+                    json.loads(rendering.tools) if rendering.tools else None,
+                    add_generation_prompt=prompt,
+                    **(json.loads(rendering.options) if rendering.options else {}),
+                )
+            except TemplateLimitError as error:
+                raise self._beyond_bounds(error) from error
+            except Exception as error:  # templates raise errors of their own
+                failure = failure or error
+        raise ChatTemplateError(
+            f"the chat template refused the conversation: {failure}",
+            field="tokenizer.chat_template",
+            value=[message[0] for message in messages],
+            remedy="Use the roles in an order that the template allows, and JSON objects as "
+            "arguments of tool calls.",
+        ) from failure
 
     def check_template(self) -> None:
         """Render short conversations. Raises `ChatTemplateError` for a chat template that exceeds a
@@ -502,30 +473,6 @@ def _key_of(about: object, *parts: Sequence[AnyMessage]) -> bytes:
     """
     whole = [about, *([(m[0], len(m[1]), hash(m[1]), m[2:]) for m in part] for part in parts)]
     return xxhash.xxh3_128_digest(repr(whole).encode("utf-8", "surrogatepass"))
-
-
-def _shown_reply(
-    message: AnyMessage, before: str, whole: str, opened: tuple[str, str] | None
-) -> str:
-    """Return a template's rendering of a reply and the text after it: `whole` without the prompt
-    `before`, which may have `opened` a thought that `whole` lacks; else the content. Omit the
-    prompt's opening tag."""
-    opening = opened[0] if opened else ""
-    if whole.startswith(before):
-        return whole[len(before) :]
-    if opened and whole.startswith(stem := before.rstrip().removesuffix(opening)):
-        shown = whole[len(stem) :]
-    elif isinstance(message, ToolMessage) and message.calls:
-        raise ChatTemplateError(
-            "the chat template renders a reply with tool calls differently from its generation "
-            "prompt",
-            field="tokenizer.chat_template",
-            remedy="Use a template that begins replies with its generation prompt.",
-        )
-    else:
-        shown = message[1]
-    begins = shown.lstrip()
-    return begins.removeprefix(opening) if opened and begins.startswith(opening) else shown
 
 
 def _after_reply(rendered: str) -> str | None:

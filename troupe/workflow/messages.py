@@ -583,9 +583,9 @@ def _bad_arguments(given: Any, why: str, field: str) -> InvalidMessagesError:
     )
 
 
-def as_template_takes(message: AnyMessage) -> dict[str, Any]:
+def as_template_takes(message: AnyMessage, *, arguments_as_text: bool = False) -> dict[str, Any]:
     """Return the message in the form that Hugging Face templates read: arguments of calls as
-    objects."""
+    objects, or as their JSON text."""
     shaped: dict[str, Any] = {"role": message[0], "content": message[1]}
     if not isinstance(message, ToolMessage):
         return shaped
@@ -595,7 +595,7 @@ def as_template_takes(message: AnyMessage) -> dict[str, Any]:
         shaped["reasoning_content"] = message.thoughts
     if message.calls:
         shaped["tool_calls"] = [call.message for call in message.calls]
-        for call in shaped["tool_calls"]:
+        for call in () if arguments_as_text else shaped["tool_calls"]:
             with suppress(NotJsonError):
                 call["function"]["arguments"] = parse_json(call["function"]["arguments"] or "{}")
     return shaped
