@@ -32,14 +32,14 @@ _NOT_JSON: Final = object()
 _PYTHON: Final = re.compile(
     r"(?:[{.\s]*(?:lang(?:uage)?[-=:])?i?py(?:thon)?[\d.]*|\S*\.py)(?![\w+#-])", re.IGNORECASE
 )
-# Maps the typographic minus sign and full-width characters to ASCII, and removes spaces of zero
-# width.
+# Maps the typographic minus sign, hyphens, the en dash and full-width characters to ASCII, and
+# removes spaces of zero width.
 _ASCII: Final[dict[int, int | str]] = {
     **dict.fromkeys((0x200B, 0x2060, 0xFEFF), ""),
-    0x2212: "-",
+    **dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2212, 0xFE63), "-"),
     **{0xFEE0 + code: code for code in range(0x21, 0x7F)},
 }
-_THOUSANDS: Final = re.compile(r"(?<![\d.])\d{1,3}(?:[,\s]\d{3})+(?![\d,])")
+THOUSANDS: Final = re.compile(r"(?<![\d.])\d{1,3}(?:[,\s]\d{3})+(?![\d,])")
 _TESTS_REMEDY: Final = "Give the query the text of a pytest file, or texts by file name."
 _NO_TESTS: Final = ("conftest.py", "__init__.py")
 
@@ -349,8 +349,8 @@ def references(query: dict[str, Any], answer: str, pattern: str) -> list[Referen
 
 
 def plain_characters(text: str) -> str:
-    """Return `text` with typographic minus signs and full-width characters as ASCII, and without
-    spaces of zero width."""
+    """Return `text` with typographic minus signs, hyphens and full-width characters as ASCII, and
+    without spaces of zero width."""
     return text.translate(_ASCII)
 
 
@@ -358,7 +358,9 @@ def read_number(text: str) -> Decimal | None:
     """Parse `text` as a decimal number, which may have an exponent, separators of thousands, digits
     of any script or a typographic minus sign; None if it is not one."""
     text = plain_characters(text).strip()
-    if found := _THOUSANDS.search(text):
+    if "_" in text:  # which Python allows between digits, and mathematics below them
+        return None
+    if found := THOUSANDS.search(text):
         text = text.replace(found[0], re.sub(r"[,\s]", "", found[0]))
     try:
         number = Decimal(text)
@@ -398,11 +400,12 @@ def _equals(said: str, wanted: Reference, ignore_case: bool) -> bool:
     if isinstance(wanted, Decimal):
         return read_number(said) == wanted
     if isinstance(wanted, bool):
-        return _folded(said, True) == str(wanted).lower()
-    return _folded(said, ignore_case) == _folded(wanted, ignore_case)
+        return folded(said, True) == str(wanted).lower()
+    return folded(said, ignore_case) == folded(wanted, ignore_case)
 
 
-def _folded(text: str, ignore_case: bool) -> str:
+def folded(text: str, ignore_case: bool = False) -> str:
+    """Return `text` as it is compared with others."""
     # The same letter may be one character or a letter and its accent (Unicode, annex 15).
     text = unicodedata.normalize("NFC", _SPACE.sub(" ", plain_characters(text)).strip())
     return unicodedata.normalize("NFC", text.casefold()) if ignore_case else text
