@@ -29,9 +29,9 @@ _FEW_KEYS: Final = 64
 # torch's softmax of shorter rows computes number by number: 1,024 rows of 15 take 282 microseconds,
 # of 16 take 20. No slot is shorter.
 _LEAST_KEYS: Final = 16
-# Slots that a pass attends to in place in the time that it takes to copy one slot's keys and values
-# first. If the slots from the first to the last turn are fewer than this for each turn, all of them
-# are computed, unused ones too.
+# Slots that a pass attends to in place in the time that one slot takes whose keys and values are
+# copied first. If the turns' slots and all slots between them are fewer than this for each turn,
+# the pass computes all of them.
 _COPIED: Final = 2.25
 # Numbers of keys and values read in the time that a further call of attention takes.
 _CALL: Final = 65_536
