@@ -1,4 +1,4 @@
-"""What a cluster costs before it does any work: start, first training step, memory.
+"""The cost of a cluster before it does any work: start, first training step, memory.
 
     python -m benchmarks.startup [--quick] [--json] [--runs 3] [--data-dir runs/startup]
 

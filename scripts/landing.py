@@ -106,7 +106,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Record:
-    """What .ci/slow.json holds."""
+    """The content of .ci/slow.json."""
 
     # HEAD at the last landing; empty before the first.
     commit: str

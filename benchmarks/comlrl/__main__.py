@@ -81,7 +81,7 @@ PLANS: Final = {
 
 @dataclass
 class Window:
-    """What one fresh process, or a tree of them, did."""
+    """Measurements of one fresh process, or of a tree of them."""
 
     launched: float
     pid: int

@@ -1,1 +1,1 @@
-"""What can only be measured on a GPU, in one command; on a CPU the same with a tiny model."""
+"""Measurements that need a GPU, in one command; on a CPU they use a tiny model."""

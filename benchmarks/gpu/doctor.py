@@ -1,4 +1,4 @@
-"""What this host has and lacks, by the checks of `troupe doctor`.
+"""The checks of `troupe doctor` on this host.
 
 A problem there fails here: `python -m benchmarks.gpu.doctor`.
 """

@@ -61,7 +61,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a part."""
+    """The outcome of a part."""
 
     name: str
     status: Status

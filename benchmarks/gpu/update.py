@@ -87,7 +87,7 @@ def make_learner(config: dict[str, Any], device: torch.device, job: JobSpec) -> 
 
 
 def predicted(config: dict[str, Any], device: torch.device, job: JobSpec) -> RankMemory:
-    """What the memory model says that the device needs."""
+    """Bytes of the device by the memory model."""
     shape = shape_of_config(config)
     assert shape is not None  # an architecture that the reader knows
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

@@ -46,7 +46,7 @@ def served(kind: Literal["sglang", "vllm"], plan: Plan, required: bool) -> dict[
 
 
 def find(kind: Literal["sglang", "vllm"], place: Path) -> Placed | None:
-    """What runs a server, by the variables of the slow tests; None if they name none."""
+    """Return the interpreter that runs a server, from the slow tests' variables; None: unset."""
     if python := os.environ.get(f"TROUPE_{kind.upper()}_PYTHON"):
         return Placed(kind, str(Path(python).expanduser()))
     if kind == "sglang":

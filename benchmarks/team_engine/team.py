@@ -94,7 +94,7 @@ QUICK: Final = Plan(TINY, "float32", 12, 16, 12, 2, 6, roles=(2,))
 
 @dataclass(frozen=True)
 class Placed:
-    """What computes: `kind` as in a job, the server's interpreter and further arguments."""
+    """An engine under test: `kind` as in a job, the server's interpreter and further arguments."""
 
     kind: Literal["embedded", "sglang", "vllm"] = "embedded"
     python: str | None = None
@@ -202,7 +202,7 @@ class Team:
         )
 
     def processes(self) -> list[psutil.Process]:
-        """What computes: this process, or a server's."""
+        """The process that computes: this one, or a server's."""
         me = psutil.Process()
         return me.children(recursive=True) if self._elsewhere else [me]
 

@@ -49,7 +49,7 @@ STEP_KEYS: Final = (
     "dropped",  # hash: reason -> samples or trajectories
     "roster",  # hash: query that left or came -> how (lua/roster.lua)
     "tallies",  # hash: query, kind -> rows
-    "stages",  # set of what is staged, `trajectory:attempt`, to free it with the step
+    "stages",  # set of staged rows, `trajectory:attempt`, to free them with the step
     "leaving",  # hash: sample -> its record in the next step, which the table does not have yet
     "gone",  # hash: returned group -> members whose values were lost earlier, and their rewards
     "returned",  # set of the keys of rows that came from an earlier step

@@ -441,8 +441,8 @@ def _page_size(request: Any, most: int = _MAX_PAGE_SIZE) -> int:
 def _time_of(request: Any, field: str) -> float | None:
     """Return a timestamp of a request in seconds since the epoch; None if it was not given.
 
-    Raises `InvalidArgument` for what is no date between the years 1 and 9999: protobuf carries any
-    number.
+    Raises `InvalidArgument` for values that are not dates in the years 1 to 9999: protobuf carries
+    any number.
     """
     if not request.HasField(field):
         return None

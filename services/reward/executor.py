@@ -375,7 +375,7 @@ class ProcessExecutor(CallExecutor):
     async def _answer(
         self, deadline: CallDeadline, request: dict[str, Any] | None = None
     ) -> worker.CallAnswer:
-        """Return the next answer: to `request`, or to what was sent before. Starts a process where
+        """Return the next answer: to `request`, or to an earlier request. Starts a process where
         there is none.
 
         Raises `WorkerLost`, and drops the process, if that ends or `deadline.run_seconds` are over.

@@ -50,7 +50,7 @@ _LEAST_SECONDS: Final = 1e-6
 # Of the logs of one function this much is kept; a longer line is cut into pieces of this length.
 _KEPT_BYTES: Final = 256 * 2**10
 _LINE_BYTES: Final = 4 * 2**10
-# Lines that are kept of what is printed at once.
+# Lines kept of one output.
 _LINES: Final = 200
 # A listener that falls this many lines behind misses lines: functions do not wait for it.
 _AHEAD: Final = 1000
@@ -269,7 +269,7 @@ class FunctionRegistry:
     def __init__(
         self, sources: SourceStore, check_hosts: Callable[[reward_pb.FunctionSpec], None]
     ) -> None:
-        """`check_hosts` raises `InvalidArgument` for what no host could ever run."""
+        """`check_hosts` raises `InvalidArgument` for functions that no host could ever run."""
         self._sources = sources
         self._check_hosts = check_hosts
         self._functions: dict[tuple[str, str], RegisteredFunction] = {}

@@ -110,7 +110,7 @@ def confine(limits: list[str]) -> None:
     """Set `--{resource}={limit}` and `--landlock={paths}`; nothing that runs here can undo them.
 
     `--source={folder}` comes first on the import path from now on: what is uploaded must not run
-    before this (a `sitecustomize`), nor take the place of what this imports (a `json`).
+    before this (a `sitecustomize`), nor replace a module that this imports (a `json`).
     """
     for limit in limits:
         name, _, value = limit.removeprefix("--").partition("=")

@@ -296,7 +296,7 @@ class Preparation:
 
 
 class JobHosts:
-    """What the engines of one job's language models stand on here."""
+    """The engine hosts of one job's language models on this worker."""
 
     def __init__(
         self, spec: JobSpec, worker_id: str, make: HostFactory, device: DeviceSpeed

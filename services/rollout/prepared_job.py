@@ -129,7 +129,7 @@ class PreparedJob:
     job_id: str
     spec: JobSpec
     program: JobProgram
-    """What its trajectories run."""
+    """The program that its trajectories run."""
     functions: JobFunctions
     policies: Mapping[str, ServedPolicy]
     gate: ConcurrencyGate

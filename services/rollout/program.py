@@ -33,7 +33,7 @@ class Trajectory(Protocol):
 
 @dataclass
 class JobProgram(ABC):
-    """What the trajectories of one job run."""
+    """The program that the trajectories of one job run."""
 
     spec: JobSpec
     workflow: Workflow | None = None

@@ -350,9 +350,10 @@ class SendingRound:
                 one.refuse(Aborted(f"weights were not sent: {why}", kind="update_given_up"))
 
     def _lose_group(self, error: Aborted | None) -> None:
-        """End the group. Those at fault get its error, the others one that names these.
+        """End the group. Servers at fault get its error; the others get one that names them.
 
-        Who is gone is at fault, else who failed to load, else all: the group never worked.
+        Servers that are gone are at fault; else the ones that failed to load; else all, since the
+        group never worked.
         """
         self._groups.drop(self._group)
         grouped = [one for one in self.receivers if one.grouped and one.error is None]

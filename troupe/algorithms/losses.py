@@ -195,7 +195,7 @@ class SideSums:
 
 @dataclass(frozen=True)
 class PreferenceWeights:
-    """What p pairs of n replies add to the loss, and how; float64."""
+    """The terms of p pairs of n replies in the loss; float64."""
 
     # [n]: minus the derivative of the summed loss by a reply's log pi(y); replies that lack the
     # other side of their pair have zero.

@@ -18,7 +18,7 @@ _WORK_PER_CHAR: Final = 200
 NODE_WORK: Final = 10
 BODY_WORK: Final = 100
 CALL_WORK: Final = 400
-# The largest text or list that a template may make in addition to what its conversation has.
+# The largest text or list that a template may make, beyond the conversation's own.
 _VALUE: Final = 1 << 20
 _VALUE_PER_CHAR: Final = 4
 # Bytes that a character or an item of a list may take, as work for making it.
@@ -100,7 +100,7 @@ class Meter:
             yield item
 
     def listed(self, value: Any) -> Any:
-        """A list of what an iterator has, so that its size is known; other values as they are."""
+        """Return the items of an iterator as a list, which has a size; other values unchanged."""
         return list(self.each(value)) if isinstance(value, Iterator) else value
 
     def shown(self, value: Any) -> Any:
@@ -148,7 +148,7 @@ class Meter:
         return value
 
     def template_filters(self) -> dict[str, Callable[..., Any]]:
-        """What `Counting` calls, by the name of the filter that calls it."""
+        """The functions that `Counting` calls, by the name of the filter that calls them."""
         return {
             "troupe_step": self.step,
             "troupe_concat": self.concat,

@@ -50,7 +50,7 @@ _FRACTIONS: Final = frozenset(
 _NEEDED: Final = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # Infinite in the configurations of Mamba 2 and its relatives.
 _LIMITS: Final = "time_step_limit"
-# Counts of what transformers lists one by one while it reads a configuration.
+# Counts that transformers expands into lists while it reads a configuration.
 _LISTED: Final = frozenset(
     {"num_labels", "num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers"}
 )

@@ -96,7 +96,7 @@ class ReferenceModel:
 
     def _part_of(self, path: str, module: torch.nn.Module) -> str:
         """Return the layer (an item of a module list) that the module at `path` is in, or the
-        module itself if it has no others in it; empty for what no single call needs."""
+        module itself if it contains no others; empty for parameters that no single call needs."""
         names = path.split(".")
         for at, name in enumerate(names):
             if name.isdigit() and isinstance(

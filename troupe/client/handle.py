@@ -491,7 +491,7 @@ def read_spec(spec: Spec, overrides: Mapping[str, Any] | None = None) -> JobSpec
     An empty string, or a string with a line break or a brace, is YAML or JSON text; any other
     string is a path. A mapping may have functions and rows of this program (`job_of_program`).
     `overrides` has other values by path: `{"pipeline.steps": 20}`. Raises
-    `troupe.job.JobSpecError`, and `InvalidArgument` for what cannot be sent.
+    `troupe.job.JobSpecError`, and `InvalidArgument` for parts that cannot be sent.
     """
     changes = overrides or {}
     if isinstance(spec, ProgramJob):

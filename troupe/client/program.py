@@ -61,7 +61,7 @@ def job_of_program(fields: Mapping[str, Any]) -> JobSpec | ProgramJob:
     an agent just its policy. With `code`, exactly the files that it names are sent, in place of the
     modules that the functions come from and their imports.
 
-    Raises `InvalidArgument`, which names the field, for what cannot be sent, and
+    Raises `InvalidArgument`, which names the field, for parts that cannot be sent, and
     `troupe.job.JobSpecError`.
     """
     program = _Program()

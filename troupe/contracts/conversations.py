@@ -48,7 +48,7 @@ _MAGIC: Final = b"TrC1"
 
 
 class Entry(NamedTuple):
-    """Where a conversation is in a file, with what orders it in lists."""
+    """The place of a conversation in a file, with the keys that order it in lists."""
 
     step: int
     evaluation: bool

@@ -34,7 +34,7 @@ class Payload:
     """A content of some kind, equal to others with the same kind, media type and bytes."""
 
     kind: str
-    """What models and engines declare, such as "image"."""
+    """The kind that models and engines declare, such as "image"."""
     media_type: str
     """As in HTTP, such as "image/png"."""
     data: bytes = field(compare=False, repr=False)

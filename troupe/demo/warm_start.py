@@ -35,7 +35,7 @@ RECIPE = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """What the result depends on."""
+    """The settings that the result depends on."""
 
     seed: int = 0
     max_steps: int = 400

@@ -1,4 +1,4 @@
-"""What a check of a host finds: a verdict, a sentence, and a remedy."""
+"""Findings of a check of a host: a verdict, a sentence, and a remedy."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Finding:
     """The result of one check."""
 
     subject: str
-    """What was checked: "torch", "shared memory"."""
+    """The thing checked: "torch", "shared memory"."""
     verdict: Verdict
     text: str
     remedy: str = ""
-    """What to do; empty if nothing is to be done."""
+    """The remedy; empty if none is needed."""
 
     def __str__(self) -> str:
         return f"{self.subject}: {self.text}" + (f". {self.remedy}" if self.remedy else "")

@@ -68,7 +68,7 @@ class Environment:
     """CUDA release that torch was built for; None: for the CPU, or not looked at."""
     devices: int = 0
     error: str = ""
-    """What torch said when it was asked for devices."""
+    """Torch's answer to the question for devices."""
     arches: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
 

@@ -1,4 +1,4 @@
-"""What the policies of a job begin with (`init_from`): how it is found, compared and put to use."""
+"""Origins of a job's policies (`init_from`): how they are found, compared and used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHAPES: Final = (
 
 @dataclass(frozen=True)
 class Origin:
-    """What a policy begins with, as it was found when its job was submitted."""
+    """The origin of a policy, as found when its job was submitted."""
 
     # The directory of the checkpoint; a relative one is in the job's directory.
     path: str

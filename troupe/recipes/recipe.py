@@ -1,4 +1,4 @@
-"""What a recipe is: jobs that differ in one thing, measurements of their runs, and criteria.
+"""A recipe: jobs that differ in one thing, measurements of their runs, and criteria.
 
 A recipe is the module `examples.papers.NAME.recipe`, whose `RECIPE` is a `Recipe`. It writes its
 criteria down before it runs. Every arm starts from the same model for a seed. Arms may generate
@@ -63,7 +63,7 @@ class SeedRuns:
     runs: Mapping[str, Run]
     """By arm."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What the recipe computed without a job (`Recipe.computed`)."""
+    """Results that the recipe computed without a job (`Recipe.computed`)."""
 
     @property
     def tokens(self) -> float:
@@ -129,9 +129,9 @@ class Recipe(ABC):
     """Its folder below `examples/papers`."""
     title: ClassVar[str]
     arms: ClassVar[Mapping[str, str]]
-    """What is compared: a line of description by the arm's name."""
+    """The arms: a line of description by the arm's name."""
     curve: ClassVar[str]
-    """What the curves show: the label of the vertical axis."""
+    """The label of the curves' vertical axis."""
     edition: ClassVar[int] = 1
     """Raised when first models or measurements change: results of editions are not comparable."""
     needs: ClassVar[Sequence[str]] = ()

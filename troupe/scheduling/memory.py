@@ -47,7 +47,7 @@ TOO_LARGE_REMEDY: Final = (
     "`trainer.shard` than `host`; or add a trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES "
     "says how much it may use). `troupe job validate --devices` shows what fits where."
 )
-"""What to do about a policy that no trainer has the memory to train."""
+"""The remedy for a policy that no trainer has the memory to train."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class Sampling:
     """Found in the decoded text (`cut_at`), not by engines."""
     seed: int | None = None
     logprobs: Literal["full", "processed"] = "full"
-    """What is recorded of tokens that top-k or top-p truncate (`SamplingSpec.logprobs`)."""
+    """Which log-probs are recorded where top-k or top-p truncate (`SamplingSpec.logprobs`)."""
     drawn: int = 0
     """Tokens at the prompt's end that already belong to the response, because a lost engine drew
     them: sampling continues at that position. The router sets it."""

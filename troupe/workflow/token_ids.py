@@ -30,7 +30,7 @@ class TokenIds(Sequence[int]):
 
     array: IntArray
     payloads: Payloads
-    """What some of the tokens stand for, by position."""
+    """Payloads that some of the tokens stand for, by position."""
     # xxh3 of all ids; lowest and highest id; JSON text of the first ids, with their number.
     _hasher: Any
     _range: tuple[int, int] | None

@@ -27,7 +27,7 @@ from troupe.rpc import InvalidArgument, NotFound, ResourceExhausted
 from troupe.storage import UrlPlace, fetch_folder, is_url
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
-# The folder of a job's directory for what its policies begin with.
+# The folder of a job's directory with its policies' origins.
 FOLDER: Final = "init"
 _CONFIGURATIONS: Final = ("config.json", "adapter_config.json")
 

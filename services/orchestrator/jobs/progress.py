@@ -121,7 +121,7 @@ class JobProgress:
     async def _take(
         self, end: EarlyEnd | None, fields: Mapping[str, Any], values: Mapping[str, float]
     ) -> None:
-        """Go by what was decided and written with a row of metrics, and tell the user."""
+        """Act on the decision that was written with a row of metrics, and tell the user."""
         news = end is not None and self._ends.decided is None
         self._ends.take(end, fields)
         if news and end is not None and not self._is_last:

@@ -1,6 +1,6 @@
 """The queue of jobs that wait until fewer run (`TROUPE_MAX_RUNNING_JOBS`).
 
-First is the job whose submission, moved back by what its priority counts as (`waiting_seconds`), is
+First is the job whose submission, moved back by its priority in seconds (`waiting_seconds`), is
 the earliest. A job that runs keeps its place until it ends or is paused, and over a restart of the
 orchestrator.
 """

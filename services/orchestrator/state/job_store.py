@@ -400,7 +400,7 @@ class JobStore:
     async def note_decided(
         self, job_id: str, epoch: int, decided: Mapping[str, tuple[int, str]]
     ) -> None:
-        """Note the numbers that were decided for what the job leaves open."""
+        """Record the numbers that were chosen where the job says `auto`."""
         await self.check_epoch(job_id, epoch)
         await self._redis.call("HSET", JobKeys(job_id).record, "decided", json.dumps(decided))
 

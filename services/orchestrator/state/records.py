@@ -366,7 +366,7 @@ class JobRecord:
         return job
 
 
-# Bounds of what users may attach to a job.
+# Limits of attachments to a job.
 MOST_TAGS: Final = 32
 _LONGEST_TAG: Final = 64
 _LONGEST_NOTES: Final = 4_000

@@ -213,7 +213,7 @@ class Dispatcher:
         return self._quotas.why(function.needs) if short else ""
 
     def _request_quotas(self, queued: Iterable[PendingInvocation], budget: Budget) -> None:
-        """Have units fetched for `queued`, and for what `budget` had no units for."""
+        """Have units fetched for `queued`, and for requests that `budget` had no units for."""
         if self._quotas is None:
             return
         wishes: dict[str, list[int]] = {}
@@ -402,7 +402,7 @@ class WorkerAutoscaler:
         self._cold_starts.append(seconds)
 
     def startable(self, queues: Queues, head: PendingInvocation, now: float) -> int:
-        """Return how many processes may be started for what is queued; `head` is the first of
+        """Return how many processes may be started for queued invocations; `head` is the first of
         it."""
         cold = self.cold
         if not cold:

@@ -47,7 +47,7 @@ class PendingInvocation:
     cold_seconds: float = 0.0
     # Splits what it prints into lines; None until it prints.
     lines: LineSplitter | None = None
-    # `action()` as it was computed last, with what it was computed from.
+    # The last result of `action()`, with its inputs.
     _cached: tuple[SpeedUp, int, Action] | None = None
 
     @property
@@ -61,7 +61,7 @@ class PendingInvocation:
         return cost(self.function, self.call)
 
     def action(self, most_cores: int, *, explore: bool = True) -> Action:
-        """Return the invocation as the scheduler sees it, by what is known of its function so far.
+        """Return the invocation as the scheduler sees it, by present knowledge of its function.
 
         `most_cores`: cores of the largest eligible host; 0: no host leases cores. `explore`: it may
         get a number of cores that is new for the function.

@@ -76,7 +76,7 @@ class HostAgent:
         self._beat()
 
     async def stop(self, grace: float) -> None:
-        """Wait up to `grace` seconds for what runs, then end it and everything else."""
+        """Wait up to `grace` seconds for running calls, then end them and everything else."""
         if self._tasks and self.attached.is_set():
             await asyncio.wait(self._tasks, timeout=grace)
             # Outcomes are still being sent.

@@ -30,7 +30,7 @@ from troupe.v1 import reward_pb2 as reward_pb
 
 # So much may other processes write to the channel of a program's answers between two of them.
 _FOREIGN_BYTES: Final = 20 * 2**20
-# Bytes kept of the end of what programs print.
+# Bytes kept of the end of programs' output.
 _OUTPUT_BYTES: Final = 16 * 2**10
 # Output is read in such parts, at most so many before the event loop runs others: together more
 # than a pipe holds, so that all that was printed before an answer is read with it.

@@ -52,7 +52,7 @@ class SandboxProcess(ABC):
 
     @abstractmethod
     def output(self) -> str:
-        """Return the last of what the program printed (its standard error) since the call
+        """Return the end of the program's output (its standard error) since the call
         before."""
 
     @abstractmethod

@@ -77,7 +77,7 @@ class RoutedEngine:
 
     @property
     def capacity(self) -> SharedCapacity:
-        """The places of what the engine stands on."""
+        """The places of the engine's host."""
         return self.engine.host.capacity
 
 

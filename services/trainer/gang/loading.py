@@ -222,7 +222,7 @@ class StoredModel:
     def _shards(
         self, one: Conversion, metas: Mapping[str, MetaTensor]
     ) -> list[tuple[str, torch.Tensor]]:
-        """This rank's shards of what a conversion makes, by names in the model."""
+        """Return this rank's shards of a conversion's results, by names in the model."""
         wanted = {name: metas[name] for name in one.layout if name in metas}
         if not wanted:
             return []

@@ -95,8 +95,8 @@ class TrainedModel:
         return CheckpointFormat(self.module, self._published_type)
 
     def proof(self, passage: Sequence[int], what: Proven) -> Proof | None:
-        """Return the proof of what is published, or of the base under an adapter, computed on the
-        device; see `PolicyLearner.proof`."""
+        """Return the proof of the published weights, or of the base under an adapter, computed on
+        the device; see `PolicyLearner.proof`."""
         if not is_transformers(self.module):
             return None
         if self._adapter is None:

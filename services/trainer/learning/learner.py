@@ -220,8 +220,8 @@ class Accumulation:
         return batches
 
     def _penalised(self, rows: Sequence[Row], stop: threading.Event | None) -> list[Row]:
-        """Return `rows` with what their divergence from the first version takes from their rewards,
-        if the job says so. Raises `Stopped`."""
+        """Return `rows` with the penalty for divergence from the first version (`kl_penalty`), if
+        the job has one. Raises `Stopped`."""
         weight = self._job.algorithm.kl_penalty
         found = list(rows)
         mine = [

@@ -39,7 +39,7 @@ SMALLEST_PIECE: Final = 256
 
 @dataclass
 class PassShortage:
-    """What ranks know of a micro-batch that did not fit, merged over all of them."""
+    """A micro-batch that did not fit, as all ranks together know it."""
 
     # Tokens of the largest pass, and of the longest row.
     pass_max: int = 0

@@ -435,8 +435,8 @@ class Passes:
         columns: TokenColumns | None,
         teacher: str,
     ) -> None:
-        """Run a piece without gradients, for what later ones read of it: keys and values, and
-        scores of the tokens in `columns`, if there are any."""
+        """Run a piece without gradients, for the results that later pieces read: keys and values,
+        and scores of the tokens in `columns`, if there are any."""
         here = batch.to(self._model.device)
         history = here.history
         scores = self._losses.couples_tokens and history is not None

@@ -100,8 +100,8 @@ class RankBatches:
         """Return the result of a pass; None if it ran out of memory, which `next` raises on all
         ranks.
 
-        `smallest`: makes a pass over one token, in which this rank takes part in what the others
-        are still doing.
+        `smallest`: makes a pass over one token, in which this rank joins the collectives that the
+        others are still doing.
         """
         try:
             return compute()

@@ -164,7 +164,7 @@ class TokenLoss:
 
 
 class KeptTokens:
-    """What a step computes of the tokens of a few rows, for people to look at: advantages, and
+    """Values of the tokens of a few rows that a step keeps for people to look at: advantages, and
     ratios of the probability under the trained weights to the engine's.
 
     The rows belong to the trajectories that `keeps_tokens` names. They are not part of the training

@@ -116,7 +116,7 @@ class HostCopy:
         self._buffers: Tensors = {}
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether the host has memory for what the buffers lack."""
+        """Return whether the host has the memory that the buffers lack."""
         needed = sum(t.nbytes for name, t in tensors.items() if not self._has(name, t))
         return needed * self._sharers <= host_memory()[1] * _MEMORY_SHARE
 

@@ -434,7 +434,7 @@ class Suspension:
                 kind="suspended_state_mismatch",
                 field="state.key",
                 value=state.key,
-                remedy="Resume a policy from what its own suspension returned.",
+                remedy="Resume a policy from the state that its own suspension returned.",
             )
         self._transfer.hint(state.key, state.holders)
         with found_intact(state.key, state.checksum):

@@ -98,7 +98,7 @@ def reported(directory: Path, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Record of what a version was trained on; kept with its weights and optimizer state."""
+    """Record of a version's training data; kept with its weights and optimizer state."""
 
     # Step whose samples made this version; -1: none, these are the first weights.
     step: int = -1

@@ -140,8 +140,8 @@ def validate(
 
 
 def _try_out(job: JobSpec, found: Findings) -> tuple[str, list[str]]:
-    """Import the code of a job, read its data, and look for what would fail in a cluster; return
-    the fields whose code was imported, and notes on its rows."""
+    """Import the code of a job, read its data, and look for problems that would fail it in a
+    cluster; return the fields whose code was imported, and notes on its rows."""
     tried = found.of(lambda: try_imports(job))
     data = found.of(lambda: read_data(job))
     notes, tasks = data or ([], None)

@@ -157,7 +157,7 @@ class LengthArguments(ReadyArguments):
     margin: TokensOrNone = 0
     """How far from these bounds the score reaches 0, falling linearly; 0: at once."""
     unit: Literal["tokens", "characters", "words"] = "tokens"
-    """What is counted."""
+    """The unit that is counted."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:

@@ -445,7 +445,7 @@ def server_of(url: str) -> str:
 
 
 class InitFromSpec(Section):
-    """What a policy begins with: what a policy of another job has learned, or a checkpoint."""
+    """The origin of a policy's weights: a policy of another job, or a checkpoint."""
 
     job: str | None = Field(default=None, min_length=1)
     """Id of a job of this cluster. Exactly one of job and path."""

@@ -199,7 +199,7 @@ class PipelineSpec(Section):
 
 
 class SuccessSpec(Section):
-    """What counts as success in a task."""
+    """The condition for success in a task."""
 
     success: str | None = Field(default=None, min_length=1, max_length=256)
     """Value that decides whether a trajectory solves its query: `team`, an agent's reward, or one

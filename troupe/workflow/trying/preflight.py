@@ -1,4 +1,4 @@
-"""What can be found wrong with a job before it runs, without a cluster: models that are not there,
+"""Checks of a job before it runs, without a cluster: models that are not there,
 layers that an architecture does not have, and what a trial of the workflow meets."""
 
 from __future__ import annotations

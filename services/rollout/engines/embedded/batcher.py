@@ -217,7 +217,7 @@ class SlotBatcher:
             return time.monotonic() - began
 
     def retire(self, live: LiveVersion) -> None:
-        """Let go of what is kept for `live`: it has no turns, and gets no others."""
+        """Release the resources of `live`, which has no turns and gets no others."""
         with self._state:
             self._retired.append(live)
 

@@ -117,7 +117,7 @@ class EmbeddedEngine(ServingEngine):
         )
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight, host=self._host)
         self._spec = spec
-        # What new turns are drawn by, and the numbers of turns in flight by what draws them.
+        # The version that draws new turns, and the number of turns in flight by version.
         self._live = LiveVersion(self._drew)
         self._drawing: Counter[LiveVersion] = Counter()
         self._loading: _Loading | None = None
@@ -345,7 +345,7 @@ class EmbeddedEngine(ServingEngine):
         return await self._host.load(loading.base, loading.tensors, self, loaded)
 
     def _forget_live(self) -> None:
-        """Draw no new turns by what has drawn them."""
+        """Draw no new turns with the present version."""
         former, self._live = self._live, LiveVersion(self._drew)
         self._retire(former)
 

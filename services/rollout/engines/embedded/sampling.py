@@ -76,7 +76,7 @@ def _truncate(weights: torch.Tensor, rows: Sequence[Draw]) -> torch.Tensor:
     rank = torch.arange(size, device=device)
     top_k = torch.tensor([r.top_k if r.top_k > 0 else size for r in rows], device=device)
     ordered = ordered.masked_fill(rank >= top_k.unsqueeze(1), 0.0)
-    # Nucleus of what top-k left: a token stays while the mass before it is short of top_p.
+    # Nucleus of the tokens that top-k left: a token stays while the mass before it is below top_p.
     before = ordered.cumsum(dim=-1) - ordered
     top_p = torch.tensor([r.top_p for r in rows], dtype=torch.float64, device=device)
     ordered = ordered.masked_fill(before >= (top_p * ordered.sum(dim=-1)).unsqueeze(1), 0.0)

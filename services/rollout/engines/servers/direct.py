@@ -194,7 +194,7 @@ class DirectLoader(Loader):
 
     def _opens_handles(self, source: common_pb.DeviceWeights) -> bool:
         """Whether the server can open handles of the trainer's memory. One that does not see the
-        trainer's GPU ends when it tries: CUDA names devices by what a process sees."""
+        trainer's GPU ends when it tries: CUDA numbers the devices that a process sees."""
         if source.device != "cuda":
             return True  # handles of shared memory
         if self._visible is None or not source.device_uuid:

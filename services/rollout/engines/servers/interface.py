@@ -227,7 +227,7 @@ class ServerReply:
 
 
 def logprobs_of(values: Iterable[float | None]) -> list[float]:
-    """Log-probs; JSON has no NaN, so servers write null for what broken weights compute."""
+    """Log-probs; JSON has no NaN, so servers write null where broken weights compute it."""
     return [math.nan if value is None else float(value) for value in values]
 
 
@@ -244,7 +244,7 @@ class InferenceServer(ABC):
 
     Every method raises `ServerGone`, `BrokenReply` or `Refused` unless it says otherwise. Methods
     wait as long as the server may need; `generate` waits until its caller's deadline cancels it.
-    Methods for what `describe` says that the server cannot do are not called, and need no
+    Methods for abilities that the server lacks by `describe` are not called, and need no
     implementation.
     """
 

@@ -94,7 +94,7 @@ class Loader(ABC):
 
     @abstractmethod
     async def load(self, server: InferenceServer, *, flush: bool) -> bool:
-        """The part that needs the server paused, with what was prepared; `flush`: forget cached
+        """Load the prepared weights, while the server is paused; `flush`: forget cached
         prefixes in the same call, if that is possible. Returns whether they were forgotten. Raises
         the server's errors."""
 

@@ -136,7 +136,7 @@ def _limits(lora: Mapping[str, Any]) -> AdapterLimits:
 
 
 def load_of(metrics: str) -> ServerLoad:
-    """Read `/metrics` in Prometheus' text format; 0 for what is absent. Raises ValueError."""
+    """Read `/metrics` in Prometheus' text format; 0 for absent values. Raises ValueError."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics):
         if family.name.startswith("vllm:"):

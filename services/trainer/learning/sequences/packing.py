@@ -245,7 +245,7 @@ class PackedBatch:
     routes: torch.Tensor | None = None
     # Payloads that tokens stand for, by the position of their first token in the flattened [B * L].
     # None: no rank's batch of this pass has any. Empty: only other ranks' batches have, and the
-    # model takes part in what it computes of them alone.
+    # model joins the computations that only payloads need.
     payloads: Payloads | None = None
     # Whether the pass runs without gradients, only for its keys and values; it scores nothing.
     keeps: bool = False
