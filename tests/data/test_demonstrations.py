@@ -404,6 +404,18 @@ def test_a_weight_other_than_zero_or_one_is_refused(weight: Any) -> None:
     assert refused.value.kind == "bad_demonstration"
 
 
+@pytest.mark.parametrize("name", ["loss", "train", "training"])
+@pytest.mark.parametrize("value", [False, 0, 0.0])
+def test_another_field_that_takes_a_message_out_of_the_loss_is_refused(
+    name: str, value: Any
+) -> None:
+    row = {"messages": [*MORE[:3], {**MORE[3], name: value}]}
+    with pytest.raises(WorkflowError, match=f"message 3 has `{name}: .* write `weight: 0`"):
+        demonstrations_of(row, roles("solver"))
+    row = {"messages": [*MORE[:3], {**MORE[3], name: True}, {**MORE[1], name: None}]}
+    assert demonstrations_of(row, roles("solver"))
+
+
 SYSTEM = {"role": "system", "content": "be kind"}
 
 

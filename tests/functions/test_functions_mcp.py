@@ -23,7 +23,7 @@ from tests.rollout.conftest import _fresh, _settling, reward_process, store_proc
 from tests.rollout.house import make_spec
 from tests.rollout.processes import ServiceProcess
 from tests.support.waiting import PATIENCE
-from troupe.functions.library.mcp import call
+from troupe.functions.library.mcp import McpTool, call
 from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.messages import ToolCall
@@ -268,6 +268,14 @@ def test_a_server_that_ends_during_several_calls_fails_them_all_and_is_started_a
         answers = list(pool.map(lambda _: call(one, "third"), range(3), timeout=PATIENCE))
     assert [answer.get("error") for answer in answers] == ["mcp_unavailable"] * 3
     assert call(one, "process") != first
+
+
+@pytest.mark.parametrize("name", ["self", "server", "name", "arguments"])
+def test_an_argument_of_a_tool_may_have_any_name(name: str) -> None:
+    answer = {"result": {"content": [{"type": "text", "text": "told"}]}, name: 1}
+    assert McpTool(server(command=[sys.executable, RAW]), {"name": "answer"}, "x")(**answer) == (
+        "told"
+    )
 
 
 def test_a_workflow_is_tried_with_the_tools_of_a_server(tmp_path: Path, url: str) -> None:

@@ -63,6 +63,8 @@ class Demonstration:
 
 Render = Callable[[Mapping[str, Any]], list[Demonstration]]
 """A function that makes the samples of a row."""
+# In the messages of axolotl and ms-swift.
+_OTHER_WEIGHTS: Final = ("loss", "train", "training")
 TRIED_ROWS: Final = 20
 """Number of rows that are rendered before a job starts, since most faults occur in every row."""
 
@@ -361,7 +363,13 @@ def _tools(given: Any) -> Sequence[Any] | None:
 
 
 def _weight(number: int, message: Any) -> int:
-    """Return the `weight` of a message, as in OpenAI's format for fine-tuning; 1 by default."""
+    """Return the `weight` of a message, as in OpenAI's format for fine-tuning; 1 by default. Other
+    programs' fields that take a message out of the loss are refused, so that it is not learned."""
+    for name in _OTHER_WEIGHTS:
+        if isinstance(message, Mapping) and message.get(name) in (False, 0):
+            raise _bad(
+                f"message {number} has `{name}: {shown(message[name])}`; write `weight: 0` instead"
+            )
     weight = message.get("weight") if isinstance(message, Mapping) else None
     if weight not in (None, 0, 1):
         raise _bad(

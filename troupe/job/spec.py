@@ -222,10 +222,17 @@ class JobSpec(JobFields):
         return self
 
     @model_validator(mode="after")
-    def _ready_rewards(self) -> Self:
+    def _reward_arguments(self) -> Self:
         for name, tool in self.tools.items():
             if tool.ready is not None:
                 raise ValueError(f"tools.{name}.ready: `{tool.ready}` is a reward; see `rewards`")
+        for name, reward in self.rewards.items():
+            # They would replace what the function is to score.
+            for argument in sorted({"query", "turns", "rewards"} & reward.arguments.keys()):
+                raise ValueError(
+                    f"rewards.{name}.arguments.{argument}: each call passes its own `{argument}`; "
+                    "use another name"
+                )
         columns = self.tasks.columns if self.tasks is not None else {}
         for name, reward in self.rewards.items():
             if reward.ready is None:

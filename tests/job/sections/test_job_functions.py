@@ -50,6 +50,9 @@ def test_every_cost_of_a_job_has_a_place_on_the_wire() -> None:
         ({"entrypoint": "a:b", "seconds_per": {"a": -1.0}}, "greater than or equal"),
         ({"entrypoint": "a:b", "arguments": {"x": float("inf")}}, "JSON"),
         ({"entrypoint": "a:b", "mcp": {"url": "http://a"}}, "no such field"),
+        ({"entrypoint": "a:b", "arguments": {"query": {}}}, "each call passes its own `query`"),
+        ({"entrypoint": "a:b", "arguments": {"turns": []}}, "each call passes its own `turns`"),
+        ({"function": "c@1", "arguments": {"rewards": {}}}, "passes its own `rewards`"),
     ],
 )
 def test_a_function_that_cannot_work_is_refused_by_name(

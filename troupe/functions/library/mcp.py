@@ -74,7 +74,7 @@ class McpTool:
         self.declared_as = declared_as
         """The server's name among the job's tools."""
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, /, **arguments: Any) -> Any:
         """Return the result. Raises `McpError`."""
         return _connections().call(self.server, self.listed["name"], arguments)["result"]
 
