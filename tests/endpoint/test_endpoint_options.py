@@ -14,6 +14,7 @@ from tests.endpoint.stage import ADD, TOOLED
 from tests.endpoint.test_endpoint_requests import ASKED, events, served
 from tests.workflow.byte_tokenizers import byte_fallback, byte_level
 from tests.workflow.stage import make_beginning_chat, make_chat
+from troupe.workflow.backend import EndpointOptions
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.trying.tokenizer import ByteTokenizer
 
@@ -81,6 +82,7 @@ REFUSED: dict[str, Any] = {
 }
 PART = {"role": "assistant", "content": "x"}
 OLD_CALL = {**PART, "content": None, "function_call": {"name": "add", "arguments": "{}"}}
+NO_SCHEMA = {"type": "json_schema"}
 STATS = "stream_options.continuous_usage_stats"
 # Options that clients send by default, and options that change no token.
 TAKEN: dict[str, Sequence[Any]] = {
@@ -260,6 +262,9 @@ async def test_a_field_of_another_api_is_refused_by_name(path: str, name: str, v
         (CHAT, {"messages": [ASKED, {**PART, "audio": {"id": "a"}}, ASKED]}, "messages[1].audio"),
         (CHAT, {"response_format": {"type": "text", "schema": {}}}, "response_format"),
         (RESPONSES, {"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        (MESSAGES, {"output_config": {"format": NO_SCHEMA}}, "output_config.format.schema"),
+        (CHAT, {"response_format": NO_SCHEMA}, "response_format.json_schema.schema"),
         (CHAT, {"stream_options": {"continuous_usage_stats": True}}, STATS),
         (TEXT, {"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
         (RESPONSES, {"include": ["message.output_text.logprob"]}, "include"),
@@ -322,6 +327,16 @@ async def test_a_part_that_would_be_lost_is_refused_by_name(
         answer = await one.post(path, **{**BODIES[path], name: [first, ASKED]})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == f"{name}[0]{param}"
+
+
+@pytest.mark.parametrize("content", [5, {"type": "text", "text": "be kind"}])
+async def test_instructions_for_promises_do_not_replace_a_wrong_system_message(
+    content: Any,
+) -> None:
+    asks = {"messages": [{"role": "system", "content": content}, ASKED]}
+    async with served(options=EndpointOptions(lenient=True)) as one:
+        answer = await one.post(CHAT, **asks, response_format={"type": "json_object"})
+        assert answer.json()["error"]["param"] == "messages[0].content"
 
 
 EFFORTS = make_chat(

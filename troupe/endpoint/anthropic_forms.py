@@ -97,6 +97,7 @@ class AskedMessage:
                 "stop": "stop_sequences",
                 "reasoning_effort": "output_config.effort",
                 "response_format": "output_config.format",
+                "response_format.json_schema": "output_config.format",
                 "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
             }
         )

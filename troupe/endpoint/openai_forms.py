@@ -701,10 +701,13 @@ def refused_field(name: str, value: Any, remedy: str) -> ApiError:
 
 
 def _extended(content: Any, text: str) -> Any:
-    """Return the content of a message with `text` appended."""
+    """Return the content of a message with `text` appended; content of other types, which is
+    refused later, unchanged."""
     if isinstance(content, list):
         return [*content, {"type": "text", "text": f"\n{text}"}]
-    return f"{content}\n\n{text}" if isinstance(content, str) and content else text
+    if isinstance(content, str):
+        return f"{content}\n\n{text}" if content else text
+    return content
 
 
 def _path_of(loc: Sequence[int | str], body: Any, *, missing: bool) -> str:

@@ -174,7 +174,7 @@ def _format(given: Mapping[str, Any] | None) -> tuple[Any, bool, bool]:
         )
     schema = inside.get("schema") if isinstance(inside, Mapping) else None
     if not isinstance(schema, dict | bool):
-        raise _invalid("response_format", "there is no `json_schema.schema`", ".json_schema.schema")
+        raise _invalid("response_format", "it has no schema", ".json_schema.schema")
     return schema, True, False
 
 

@@ -157,6 +157,7 @@ class AskedResponse:
                 "messages": "input",
                 "max_completion_tokens": "max_output_tokens",
                 "response_format": "text.format",
+                "response_format.json_schema": "text.format",
                 "verbosity": "text.verbosity",
                 "reasoning_effort": "reasoning.effort",
             }
