@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.fake_orchestrator import FakeOrchestrator, S, serve
@@ -295,6 +298,48 @@ async def test_generating(client: AsyncClient, fake: FakeOrchestrator, job_yaml:
     for wrong in ({}, {"messages": "a", "input_ids": [1]}, {"messages": [{"text": "a"}]}):
         with pytest.raises(InvalidArgument, match="messages"):
             await job.generate("solver", **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_k", 2**40),
+        ("max_new_tokens", 1.5),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", ["a"]),
+        ("input_ids", [2**31]),
+        ("input_ids", "ab"),
+        ("messages", 5),
+        ("messages.0.content", [{"role": "user", "content": ["hi"]}]),
+        ("messages.0.role", [{"role": None, "content": "hi"}]),
+    ],
+)
+async def test_a_value_that_cannot_be_generated_with_is_named(
+    client: AsyncClient, job_yaml: str, field: str, value: Any
+) -> None:
+    job = await client.submit(job_yaml)
+    name = field.partition(".")[0]
+    asked = {name: value} if name in ("messages", "input_ids") else {"messages": "hi", name: value}
+    with pytest.raises(InvalidArgument) as refused:
+        await job.generate("solver", **asked)
+    assert refused.value.field == field
+
+
+async def test_what_a_prompt_may_be(
+    client: AsyncClient, fake: FakeOrchestrator, job_yaml: str
+) -> None:
+    job = await client.submit(job_yaml)
+    await job.generate("solver", input_ids=np.array([1, 2]), top_k=0)
+    await job.generate("solver", "half \ud800")
+    by_ids, by_text = fake.requests("GeneratePolicy")
+    assert (list(by_ids.input_ids), by_ids.sampling.top_k) == ([1, 2], -1)
+    assert by_text.messages[0].content == "half \ufffd"
 
 
 async def test_export_is_whole_or_not_at_all(

@@ -41,10 +41,12 @@ from troupe.client.records.samples import Audit, Sample, Tables
 from troupe.job import JobSpec
 from troupe.job.loading import job_of, load_text, read_mapping, with_overrides
 from troupe.job.spec import policy_of
+from troupe.outcomes import utf8_text
 from troupe.rpc.errors import DataLoss, DeadlineExceeded, InvalidArgument, NotFound, TroupeError
 from troupe.rpc.ids import new_id
 from troupe.rpc.retry import RetryPolicy
 from troupe.rpc.settings import ClientSettings
+from troupe.sampling import READERS
 from troupe.storage import LocalPlace
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -451,15 +453,15 @@ class AsyncJobHandle:
             job_id=self.id,
             policy=policy,
             messages=[] if messages is None else chat_messages(messages),
-            input_ids=input_ids or [],
+            input_ids=_read("input_ids", input_ids, "stop_token_ids"),
             # None leaves a field unset: absent and zero differ.
             sampling=common_pb.SamplingParams(
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                max_new_tokens=max_new_tokens,
-                stop_token_ids=stop_token_ids,
-                seed=seed,
+                temperature=_read("temperature", temperature),
+                top_p=_read("top_p", top_p),
+                top_k=_read("top_k", top_k),
+                max_new_tokens=_read("max_new_tokens", max_new_tokens),
+                stop_token_ids=_read("stop_token_ids", stop_token_ids),
+                seed=_read("seed", seed),
             ),
         )
         reply = await self._stub.GeneratePolicy(request, timeout=timeout)
@@ -574,10 +576,24 @@ def sample_state(name: str) -> common_pb.SampleState.ValueType:
     return common_pb.SampleState.ValueType(states[name])
 
 
+def _read(field: str, value: Any, like: str = "") -> Any:
+    """Return the value of a sampling parameter, or of one `like` it, as a job has it; None for
+    None. Raises `InvalidArgument`."""
+    reader, wanted = READERS[like or field]
+    try:
+        return None if value is None else reader(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"must be {wanted}", field=field, value=value) from error
+
+
 def chat_messages(messages: Messages) -> list[common_pb.ChatMessage]:
     """Convert chat messages for the wire; a text is one user message. Raises `InvalidArgument`."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, Iterable) or isinstance(messages, Mapping):
+        raise InvalidArgument(
+            "give a text, or a list of messages", field="messages", value=messages
+        )
     chat = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
@@ -586,7 +602,13 @@ def chat_messages(messages: Messages) -> list[common_pb.ChatMessage]:
                 field=f"messages.{index}",
                 value=message,
             )
-        chat.append(common_pb.ChatMessage(role=message["role"], content=message["content"]))
+        for name, text in message.items():
+            if not isinstance(text, str):
+                raise InvalidArgument(
+                    f"`{name}` must be text", field=f"messages.{index}.{name}", value=text
+                )
+        texts = {name: utf8_text(text) for name, text in message.items()}
+        chat.append(common_pb.ChatMessage(**texts))
     if not chat:
         raise InvalidArgument("a conversation needs a message", field="messages", value=[])
     return chat
