@@ -519,6 +519,96 @@ def test_held_out_rows_cannot_be_part_of_the_training_split(
     assert (caught.value.kind, caught.value.field) == ("split_overlap", "tasks.held_out")
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (pa.array([7]), pa.array(["007"]), "the type int64 in .*, but string in"),
+        (pa.array(["x"]), pa.array([7]), "the type string in"),
+        (pa.array(["x"]), pa.array([datetime.datetime(2024, 1, 5)]), "but timestamp"),
+        (pa.array([True]), pa.array(["true"]), "the type bool in"),
+        (pa.array([1]), pa.array([2.5]), "but double in"),
+        (pa.array([0.1], pa.float32()), pa.array([0.1]), "the type float in"),
+        (pa.array([[1]]), pa.array([[1.5]]), "but list"),
+        (pa.array([{"x": 1}]), pa.array([{"x": "1"}]), "the type struct"),
+        *[(pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())),) * 2 + ("the type map",)],
+    ],
+)
+def test_a_column_of_several_types_or_of_maps_is_refused_only_where_it_is_used(
+    tmp_path: Path, first: Any, second: Any, why: str
+) -> None:
+    """Values would be converted to the type in the first file: "007" to 7."""
+    for number, values in enumerate((first, second)):
+        table = pa.table({"question": [f"q{number}"], "answer": values})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    spec = RowsSpec(dataset=f"{tmp_path}/*.parquet")
+    with pytest.raises(DataError, match=f"'answer' .* has .*{why}") as refused:
+        load_rows(spec, "tasks")
+    assert (refused.value.kind, refused.value.field) == ("not_json", "tasks.columns.answer")
+    own = RowsSpec(dataset=f"{tmp_path}/*.parquet", columns={"question": "question"})
+    assert [row["question"] for row in load_rows(own, "tasks")] == ["q0", "q1"]
+    # A column that nothing reads is left out, as one of timestamps is.
+    for file in tmp_path.glob("*.parquet"):
+        pq.write_table(pq.read_table(file).rename_columns(["question", "other"]), file)
+    found = load_rows(spec, "tasks")
+    assert list(found) == [{"question": "q0"}, {"question": "q1"}]
+    assert found.report.left_out == ("other",)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "values"),
+    [
+        (pa.array([1], pa.int32()), pa.array([2**40]), [1, 2**40]),
+        (pa.array(["x"]), pa.array(["y"]).dictionary_encode(), ["x", "y"]),
+        (pa.array(["x"], pa.large_string()), pa.array(["y"]), ["x", "y"]),
+        (pa.array([None]), pa.array(["007"]), [None, "007"]),
+        (pa.array([[{"a": 1}]]), pa.array([[{"b": "x"}]]), [[{"a": 1}], [{"b": "x"}]]),
+    ],
+)
+def test_types_that_hold_the_same_values_may_differ_between_files(
+    tmp_path: Path, first: Any, second: Any, values: list[Any]
+) -> None:
+    for number, column in enumerate((first, second)):
+        table = pa.table({"question": [f"q{number}"], "answer": column})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    spec = RowsSpec(dataset=f"{tmp_path}/*.parquet")
+    assert [row["answer"] for row in load_rows(spec, "tasks")] == values
+    # A column may also be missing in some files.
+    pq.write_table(pa.table({"question": ["q0"]}), tmp_path / "0.parquet")
+    found = load_rows(spec, "tasks")
+    assert [row["answer"] for row in found] == [None, values[1]]
+
+
+def test_parts_of_translations_are_columns(tmp_path: Path) -> None:
+    pairs = datasets.Dataset.from_dict(
+        {"translation": [{"en": "one", "de": "eins"}]},
+        features=datasets.Features({"translation": datasets.Translation(["en", "de"])}),
+    )
+    pairs.to_parquet(path := tmp_path / "rows.parquet")
+    columns = {"question": "translation.en", "answer": "translation.de"}
+    spec = RowsSpec(dataset=str(path), columns=columns)
+    assert list(load_rows(spec, "tasks")) == [{"question": "one", "answer": "eins"}]
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_csv_may_be_separated_otherwise(write: Write, separator: str) -> None:
+    """As spreadsheets write it where the comma is the decimal sign."""
+    text = f"question{separator}answer\r\na{separator}1,50\r\n"
+    assert list(load(write("a.csv", text))) == [{"question": "a", "answer": "1,50"}]
+
+
+def test_columns_of_one_name_and_files_of_different_columns_are_refused(
+    write: Write, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="the column 'answer' appears twice"):
+        load(write("a.csv", "answer,answer\n1,2\n"))
+    assert load(write("a.csv", ",,answer\n0,1,2\n"))[0]["answer"] == "2"
+    write("b.csv", "answer;question\n1;2\n")
+    with pytest.raises(
+        DataError, match=r"different columns: .*answer; but .*b\.csv: answer;question"
+    ):
+        load(f"{tmp_path}/*.csv")
+
+
 def test_tools_of_two_shapes_in_parquet_are_shown_without_nulls(tmp_path: Path) -> None:
     def tool(name: str, **properties: Any) -> dict[str, Any]:
         parameters = {"type": "object", "properties": properties}

@@ -141,6 +141,16 @@ def load_rows(
     source = split if split and reader_of(split) else spec.dataset
     name = source if reader_of(source) else f"{source} {split or spec.split or 'train'}"
     paths = _paths(table, spec, field)
+    used = {path[0] for path in paths.values()} or _READY
+    for column, why in table.unreadable.items():
+        if column in used:
+            raise DataError(
+                f"column '{column}' of {name} has {why}",
+                kind="not_json",
+                field=f"{field}.columns.{column}",
+                value=column,
+                remedy="Write texts, numbers, lists or structs, of one type in all files.",
+            )
     if paths:
         table = table.only(list(dict.fromkeys(path[0] for path in paths.values())))
     fields, checked = _Fields(paths), _RowCheck(spec, count_tokens)
@@ -156,7 +166,8 @@ def load_rows(
             fields = _Fields(paths, {*fields.left_out, error.name})
             begin, checked = 0, _RowCheck(spec, count_tokens)
     dropped, kept, digests = checked.result()
-    report = RowsReport(name, len(table), dropped, tuple(sorted(fields.left_out)))
+    left_out = {*fields.left_out, *(() if paths else table.unreadable)}
+    report = RowsReport(name, len(table), dropped, tuple(sorted(left_out)))
     if not report.kept:
         raise DataError(
             f"no rows are left. {report}",

@@ -46,6 +46,8 @@ _WITHOUT_ROWS: Final = (
     "BatchSize must be greater than 0",
 )
 _JSON_REMEDY: Final = "Write one JSON object per line, or the whole file as one array of objects."
+# Separators of CSV files other than the comma.
+_SEPARATORS: Final = (";", "\t", "|")
 # Number of rows that are read together.
 BATCH: Final = 4096
 _SHORT_FLOATS: Final[Mapping[str, Callable[[float], object]]] = {
@@ -71,6 +73,9 @@ class Table(ABC):
         splits = table.info.splits or {}
         self.lengths = lengths or {name: one.num_examples for name, one in splits.items()}
 
+        self.unreadable: Mapping[str, str] = {}
+        """Columns that cannot be read, with the reasons; `read` omits them."""
+
     def __len__(self) -> int:
         return len(self._table)
 
@@ -90,8 +95,9 @@ class Table(ABC):
 class ArrowTable(Table):
     """Rows of Parquet, CSV and other files with columns."""
 
-    def __init__(self, table: Dataset) -> None:
+    def __init__(self, table: Dataset, unreadable: Mapping[str, str] | None = None) -> None:
         super().__init__(table.with_format("arrow"))
+        self.unreadable = unreadable or {}
         self._as_written = {
             name: convert
             for name, kind in table.features.items()
@@ -100,7 +106,7 @@ class ArrowTable(Table):
 
     def names(self, rows: int) -> Names:
         """Return the columns and their parts."""
-        return _parts(self._table.features)
+        return {**_parts(self._table.features), **{name: {} for name in self.unreadable}}
 
     def read(self, begin: int, end: int) -> list[dict[str, Any]]:
         """Return rows `begin` to `end`."""
@@ -116,6 +122,10 @@ class ArrowTable(Table):
 
 
 def _parts(kind: Any) -> Names:
+    import datasets
+
+    if isinstance(kind, datasets.Translation):
+        return {language: {} for language in kind.languages}
     return {name: _parts(part) for name, part in kind.items()} if isinstance(kind, Mapping) else {}
 
 
@@ -317,11 +327,16 @@ def _open(builder: DatasetBuilder, split: str, field: str) -> Table:
     """Return the rows of a split. JSON is opened as text, CSV with text cells."""
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.packaged_modules.json.json import Json
+    from datasets.packaged_modules.parquet.parquet import Parquet
 
     if isinstance(builder, Json):
         return _open_json(builder.config.data_files, split, field)
     if isinstance(builder, Csv) and builder.config.features is None:
-        return _open_csv(builder, split)
+        return _open_csv(builder, split, field)
+    if isinstance(builder, Parquet) and builder.config.features is None:
+        files = [file for of_split in builder.config.data_files.values() for file in of_split]
+        if all(map(os.path.isfile, files)):
+            return _open_parquet(builder, files, split, field)
     builder.download_and_prepare()
     return ArrowTable(builder.as_dataset(split=split))
 
@@ -375,8 +390,9 @@ def _decoded(document: str, field: str) -> Any:
         ) from error
 
 
-def _open_csv(builder: DatasetBuilder, split: str) -> ArrowTable:
-    """Open CSV with all cells as text."""
+def _open_csv(builder: DatasetBuilder, split: str, field: str) -> ArrowTable:
+    """Open CSV with all cells as text. Cells are separated by commas, or by the semicolons, tabs or
+    bars of a header without commas."""
     import datasets
     import pandas  # type: ignore[import-untyped]
 
@@ -388,17 +404,142 @@ def _open_csv(builder: DatasetBuilder, split: str) -> ArrowTable:
     }
     # Without `index_col` a first row that is longer than the header shifts all cells.
     as_text = {"encoding": "utf-8-sig", **chosen, "na_filter": False, "index_col": False}
-    files = builder.config.data_files
+    data_files = builder.config.data_files
+    files = [file for of_split in data_files.values() for file in of_split]
     options = {**builder.config.pd_read_csv_kwargs, **as_text, "chunksize": None, "nrows": 0}
-    header = pandas.read_csv(next(iter(files.values()))[0], **options)
-    features = datasets.Features({name: datasets.Value("string") for name in header.columns})
+    header = list(pandas.read_csv(files[0], **options).columns)
+    separators = [one for one in _SEPARATORS if one in header[0]] if len(header) == 1 else []
+    if separators and not {"sep", "delimiter"} & chosen.keys():
+        as_text["sep"] = options["sep"] = separators[0]
+        header = list(pandas.read_csv(files[0], **options).columns)
+    if not {"names", "header"} & chosen.keys():
+        for file in filter(os.path.isfile, files):
+            _check_header(file, header, options, field)
+    features = datasets.Features({name: datasets.Value("string") for name in header})
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Length of header or names does not match")
         return ArrowTable(
             datasets.load_dataset(
-                "csv", data_files=files, split=split, features=features, **as_text
+                "csv", data_files=data_files, split=split, features=features, **as_text
             )
         )
+
+
+def _check_header(file: str, header: Sequence[str], options: Mapping[str, Any], field: str) -> None:
+    """Raise `DataError` if a CSV file has two columns of one name, or others than `header`."""
+    import pandas
+
+    own = pandas.read_csv(file, **options).columns
+    if {*own} != {*header}:
+        raise DataError(
+            f"its files have different columns: {', '.join(header)}; but {file}: {', '.join(own)}",
+            field=field,
+            value=file,
+            remedy="Write the same header into all files, with one separator.",
+        )
+    # pandas renames the second column of a name.
+    row = pandas.read_csv(file, **{**options, "header": None, "nrows": 1, "dtype": str})
+    written = [str(cell) for cell in row.iloc[0]] if len(row) else []
+    if twice := [name for name in written if name and written.count(name) > 1]:
+        raise DataError(
+            f"the column {shown(twice[0])} appears twice",
+            field=field,
+            value=file,
+            remedy="Give every column a name of its own.",
+        )
+
+
+def _open_parquet(
+    builder: DatasetBuilder, files: Sequence[str], split: str, field: str
+) -> ArrowTable:
+    """Open local Parquet files. The library would convert the values of further files to the types
+    of the first one ("007" to 7, and 7 to "7"), and read no file that has a map."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schemas = {file: pq.read_schema(file) for file in files}
+    kinds: dict[str, tuple[Any, str]] = {}
+    unreadable: dict[str, str] = {}
+    for file, schema in schemas.items():
+        for own in schema:
+            kind, first = kinds.get(own.name, (own.type, file))
+            merged = _merged(kind, own.type)
+            kinds[own.name] = merged or kind, first
+            if merged is None:
+                unreadable[own.name] = f"the type {kind} in {first}, but {own.type} in {file}"
+            elif not _is_known(merged):
+                unreadable[own.name] = f"the type {merged}, which cannot be read"
+    if unreadable:  # then the library reads only columns that all files have
+        for file, schema in schemas.items():
+            for name in kinds.keys() - {*schema.names} - unreadable.keys():
+                unreadable[name] = f"no values in {file}"
+    if unreadable or any(not schema.equals(schemas[files[0]]) for schema in schemas.values()):
+        columns = [name for name in kinds if name not in unreadable]
+        if not columns:
+            reasons = (f"{name} has {why}" for name, why in unreadable.items())
+            raise DataError(
+                f"no column can be read: {'; '.join(reasons)}",
+                field=field,
+                value=files[0],
+                remedy="Write texts, numbers, lists or structs, of one type in all files.",
+            )
+        whole = pa.schema([(name, kinds[name][0]) for name in columns])
+        builder = datasets.load_dataset_builder(
+            "parquet",
+            data_files=builder.config.data_files,
+            columns=columns if unreadable else None,
+            features=datasets.Features.from_arrow_schema(whole),
+        )
+    builder.download_and_prepare()
+    return ArrowTable(builder.as_dataset(split=split), unreadable)
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """Return the Arrow type that holds values of both without changing any; None if there is
+    none."""
+    import pyarrow as pa
+
+    if one == other:
+        return one
+    # Encoded by a dictionary or not, values are the same.
+    plain = [k.value_type if pa.types.is_dictionary(k) else k for k in (one, other)]
+    try:
+        schemas = [pa.schema([("", kind)]) for kind in plain]
+        found = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+    return found if all(_holds(found, kind) for kind in plain) else None
+
+
+def _holds(merged: Any, kind: Any) -> bool:
+    """Return whether values of `kind` keep their JSON form as values of `merged`."""
+    from pyarrow import types
+
+    if types.is_null(kind) or merged == kind:
+        return True
+    if types.is_struct(merged) and types.is_struct(kind):
+        return all(_holds(merged.field(part.name).type, part.type) for part in kind)
+    if types.is_nested(merged) and types.is_nested(kind):
+        inner = [getattr(k, "value_type", None) for k in (merged, kind)]
+        return None not in inner and _holds(*inner)
+    alike = (types.is_integer, types.is_timestamp, types.is_decimal)
+    text = (types.is_string, types.is_large_string)
+    return any(of(merged) and of(kind) for of in alike) or all(
+        any(of(k) for of in text) for k in (merged, kind)
+    )
+
+
+def _is_known(kind: Any) -> bool:
+    """Return whether the library reads columns of an Arrow type; it does not read maps."""
+    import datasets
+    import pyarrow as pa
+
+    try:
+        datasets.Features.from_arrow_schema(pa.schema([("", kind)]))
+    except ValueError:
+        return False
+    return True
 
 
 def files_of(source: str) -> list[str]:
