@@ -59,6 +59,8 @@ def test_the_own_answer_of_a_puzzle_is_right_after_its_way_through_json(name: st
             answer = RIGHT[name](entry_of(item["entry"]))
         if answer is not None:
             assert scored(item, answer) == scored(item, f"\n{answer}\n") == 1.0
+            fenced = f"\n```text\n{answer}\n```\n"
+            assert scored(item, fenced) == scored(item, answer.replace("\n", "\r\n")) == 1.0
         score = reasoning_gym.get_score_answer_fn(name)
         for wrong in ("I do not know", "", "[1]", "null"):
             try:

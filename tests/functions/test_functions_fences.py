@@ -92,6 +92,13 @@ def test_code_is_found_behind_any_opening_fence(opening: str, newline: str) -> N
         f"Put it into ``` and then\n```python\n{CODE}```",
         f"Put it into ``` fences\n```python\n{CODE}```",
         f"Not ```this``` one:\n```python\n{CODE}```",
+        f"```python\n{CODE}``` and that is all of it.",
+        f"```python\n{CODE}```.",
+        f"```python\n{CODE}```: it squares.",
+        f"<think>?</think><answer>\n{CODE}</answer>",
+        f"It squares.\n<answer>`{CODE.rstrip()}`</answer>",
+        f"`{CODE.rstrip()}`",
+        f"`python {CODE.rstrip()}`",
     ],
 )
 def test_code_is_found_wherever_its_block_lies_and_ends(reply: str) -> None:

@@ -521,6 +521,8 @@ def test_tests_under_other_names_are_run_where_no_file_has_a_name_of_pytest() ->
         "def check(f): assert f(2) == 4",
         {"test_a.py": "assert f(2) == "},
         {"../test_a.py": "def test_a(): ..."},
+        {"test_a.py": "def test_a(): ...", "": "x"},
+        {"test_a.py": "def test_a(): ...", "a": "x", "a/b": "x"},
         {"/tmp/test_a.py": "def test_a(): ..."},
         "async def test_a(): ...",
         "class TestA:\n    async def test_a(self): ...",

@@ -309,8 +309,8 @@ def read_blocks(text: str) -> list[TextBlock]:
     info string, closed by a fence that is at least as long and is not indented further than three
     columns, else by the end of the text. Models also write fences that no Markdown parser accepts;
     these count, too: behind other text (`Code: ```python`), before a tag
-    (` ```</answer>`), behind the last line of code, and at any indentation. A block of Markdown is
-    replaced by the blocks inside it.
+    (` ```</answer>`) or a sentence, behind the last line of code, and at any indentation. A block
+    of Markdown is replaced by the blocks inside it.
     """
     blocks: list[TextBlock] = []
     for block in _split(text):
@@ -325,11 +325,16 @@ def read_fenced_json(text: str, otherwise: Any = None) -> Any:
     blocks = _split(text)
     fenced = blocks[0].text if len(blocks) == 1 and blocks[0].info is not None else text
     # The JSON may begin or end in the line of a fence, or be in a code span.
-    ticks = len(text) - len(text.lstrip("`"))
-    bare = text[ticks:-ticks] if ticks and text.endswith("`" * ticks) else text
+    bare = read_span(text)
     bare = bare[4:] if bare[:4].lower() == "json" else bare
     value = read_json(fenced, _NOTHING)
     return read_json(bare, otherwise) if value is _NOTHING else value
+
+
+def read_span(text: str) -> str:
+    """Return the content of a text that is one code span; any other text unchanged."""
+    ticks = len(text) - len(text.lstrip("`"))
+    return text[ticks:-ticks] if ticks and text.endswith("`" * ticks) else text
 
 
 def _split(text: str) -> list[TextBlock]:
@@ -381,10 +386,15 @@ def _until_closed(
         # A fence inside a string of indented code is further in.
         if run.startswith(fence.run) and _column(lines[at]) <= max(3, fence.column):
             return lines[begin:at], at + 1
-    late = re.compile(rf"(.*[^\s{fence.run[0]}]){fence.run}{fence.run[0]}*\s*")
+    run = f"{fence.run}{fence.run[0]}*"
+    late = re.compile(rf"(.*[^\s{fence.run[0]}]){run}\s*")
+    # Punctuation or a sentence follows, not an info string.
+    early = re.compile(rf"[\s>]*{run}(?:[.,;:!?)]| +\S+ +\S+ +\S)[^`]*")
     for at in range(begin, len(lines)):
         if found := late.fullmatch(lines[at]):
             return [*lines[begin:at], found[1]], at + 1
+        if early.fullmatch(lines[at]):
+            return lines[begin:at], at + 1
     return lines[begin:], len(lines)
 
 

@@ -24,14 +24,22 @@ from typing import Any, Final
 from troupe.functions.declaration import reward
 from troupe.functions.library.code import TEST_FILES, run_pytest
 from troupe.outcomes import shown
-from troupe.replies.reading import read_blocks, read_fenced_json, read_json, read_reply
+from troupe.replies.reading import (
+    read_blocks,
+    read_fenced_json,
+    read_json,
+    read_reply,
+    read_span,
+)
 
 _SPACE: Final = re.compile(r"\s+")
+_NEWLINE: Final = re.compile(r"\r\n?")
 _NOT_JSON: Final = object()
 # Info strings of Python blocks: `python title="x"`, `Python3.11`, `{.py}`, `solution.py`.
 _PYTHON: Final = re.compile(
     r"(?:[{.\s]*(?:lang(?:uage)?[-=:])?i?py(?:thon)?[\d.]*|\S*\.py)(?![\w+#-])", re.IGNORECASE
 )
+_LANGUAGE: Final = re.compile(r"i?py(?:thon)?\d?\s+", re.IGNORECASE)
 # Maps the typographic minus sign, hyphens, the en dash and full-width characters to ASCII, and
 # removes spaces of zero width.
 _ASCII: Final[dict[int, int | str]] = {
@@ -265,7 +273,8 @@ def solves_puzzle(
     weight: float = 1.0,
 ) -> float | dict[str, float]:
     """Return the reply's score from the scorer of the query's puzzle (`troupe.data.reasoning_gym`):
-    1 for the right answer, and the scorer's own value for others."""
+    1 for the right answer, and the scorer's own value for others. A fence around the answer is
+    ignored."""
     from troupe.data.reasoning_gym import entry_of
 
     try:
@@ -277,7 +286,10 @@ def solves_puzzle(
     answer = cut(spoken(turns, agent), reply_pattern)
     score = reasoning_gym.get_score_answer_fn(data_of(query, "dataset"))
     entry = entry_of(data_of(query, "entry"))
-    given = None if answer is None else answer.strip()
+    given = None if answer is None else _NEWLINE.sub("\n", answer).strip()
+    blocks = read_blocks(given or "")
+    if len(blocks) == 1 and blocks[0].info is not None:
+        given = blocks[0].text.strip()
     try:
         value = score(given, entry)
     except Exception:
@@ -311,12 +323,21 @@ def cut(text: str | None, pattern: str) -> str | None:
 
 def code_in(text: str) -> str:
     """Return the Python code of a reply: its last block marked as Python, else its last block
-    without a language, else its last block; the whole reply if it has no fenced blocks."""
+    without a language, else its last block. Without fenced blocks it is the whole reply, or the
+    `<answer>...</answer>` at its end, and may be a code span."""
     blocks = [block for block in read_blocks(text) if block.info is not None]
     python = [block for block in blocks if _PYTHON.match(block.info or "")]
     unmarked = [block for block in blocks if not block.info]
-    chosen = python or unmarked or blocks
-    return chosen[-1].text if chosen else text
+    if chosen := python or unmarked or blocks:
+        return chosen[-1].text
+    whole = text.strip()
+    code = whole.removesuffix("</answer>").rpartition("<answer>")[2].strip()
+    if not whole.endswith("</answer>"):
+        code = whole
+    span = read_span(code)
+    if span != code:
+        return _LANGUAGE.sub("", span)
+    return text if code == whole else code
 
 
 def data_of(query: dict[str, Any], name: str) -> Any:
@@ -420,7 +441,10 @@ def _files_of(query: dict[str, Any], field: str) -> dict[str, str]:
         raise BadReferenceError(field, given, "it is neither text nor files", _TESTS_REMEDY)
     # Tables give every row the names of all rows, with null for missing values.
     files = {name: content for name, content in given.items() if content is not None}
+    folders = {f"{one}" for name in files for one in PurePosixPath(normpath(name)).parents}
     for name, content in files.items():
+        if normpath(name) in folders:
+            raise BadReferenceError(field, given, f"{name!r} names a folder", _TESTS_REMEDY)
         if not isinstance(content, str):
             raise BadReferenceError(field, given, f"{name} is not text", _TESTS_REMEDY)
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
