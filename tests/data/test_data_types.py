@@ -554,6 +554,16 @@ def test_a_column_of_several_types_or_of_maps_is_refused_only_where_it_is_used(
     assert found.report.left_out == ("other",)
 
 
+def test_arrow_files_of_different_types_are_refused(tmp_path: Path) -> None:
+    for number, values in enumerate((pa.array([7]), pa.array(["007"]))):
+        table = pa.table({"answer": values})
+        with pa.ipc.new_file(str(tmp_path / f"{number}.arrow"), table.schema) as file:
+            file.write_table(table)
+    assert list(load(str(tmp_path / "1.arrow"))) == [{"answer": "007"}]
+    with pytest.raises(DataError, match=r"answer has the type int64 in .*, but string in"):
+        load(f"{tmp_path}/*.arrow")
+
+
 @pytest.mark.parametrize(
     ("first", "second", "values"),
     [

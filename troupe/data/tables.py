@@ -325,6 +325,7 @@ def _hub_builder(source: str, spec: RowsSpec) -> DatasetBuilder:
 
 def _open(builder: DatasetBuilder, split: str, field: str) -> Table:
     """Return the rows of a split. JSON is opened as text, CSV with text cells."""
+    from datasets.packaged_modules.arrow.arrow import Arrow
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.packaged_modules.json.json import Json
     from datasets.packaged_modules.parquet.parquet import Parquet
@@ -333,10 +334,10 @@ def _open(builder: DatasetBuilder, split: str, field: str) -> Table:
         return _open_json(builder.config.data_files, split, field)
     if isinstance(builder, Csv) and builder.config.features is None:
         return _open_csv(builder, split, field)
-    if isinstance(builder, Parquet) and builder.config.features is None:
+    if isinstance(builder, Parquet | Arrow) and builder.config.features is None:
         files = [file for of_split in builder.config.data_files.values() for file in of_split]
         if all(map(os.path.isfile, files)):
-            return _open_parquet(builder, files, split, field)
+            return _open_typed(builder, files, split, field)
     builder.download_and_prepare()
     return ArrowTable(builder.as_dataset(split=split))
 
@@ -449,16 +450,16 @@ def _check_header(file: str, header: Sequence[str], options: Mapping[str, Any], 
         )
 
 
-def _open_parquet(
+def _open_typed(
     builder: DatasetBuilder, files: Sequence[str], split: str, field: str
 ) -> ArrowTable:
-    """Open local Parquet files. The library would convert the values of further files to the types
-    of the first one ("007" to 7, and 7 to "7"), and read no file that has a map."""
+    """Open local Parquet or Arrow files. The library would convert the values of further files to
+    the types of the first one ("007" to 7, and 7 to "7"), and read no file that has a map."""
     import datasets
     import pyarrow as pa
-    import pyarrow.parquet as pq
+    from datasets.packaged_modules.parquet.parquet import Parquet
 
-    schemas = {file: pq.read_schema(file) for file in files}
+    schemas = {file: _schema_of(file) for file in files}
     kinds: dict[str, tuple[Any, str]] = {}
     unreadable: dict[str, str] = {}
     for file, schema in schemas.items():
@@ -476,23 +477,37 @@ def _open_parquet(
                 unreadable[name] = f"no values in {file}"
     if unreadable or any(not schema.equals(schemas[files[0]]) for schema in schemas.values()):
         columns = [name for name in kinds if name not in unreadable]
-        if not columns:
+        of_parquet = isinstance(builder, Parquet)
+        if not columns or (unreadable and not of_parquet):  # Arrow files are read with all columns
             reasons = (f"{name} has {why}" for name, why in unreadable.items())
             raise DataError(
-                f"no column can be read: {'; '.join(reasons)}",
+                f"columns cannot be read: {'; '.join(reasons)}",
                 field=field,
                 value=files[0],
                 remedy="Write texts, numbers, lists or structs, of one type in all files.",
             )
         whole = pa.schema([(name, kinds[name][0]) for name in columns])
         builder = datasets.load_dataset_builder(
-            "parquet",
+            "parquet" if of_parquet else "arrow",
             data_files=builder.config.data_files,
-            columns=columns if unreadable else None,
+            **({"columns": columns} if unreadable else {}),
             features=datasets.Features.from_arrow_schema(whole),
         )
     builder.download_and_prepare()
     return ArrowTable(builder.as_dataset(split=split), unreadable)
+
+
+def _schema_of(file: str) -> Any:
+    """Return the Arrow schema of a Parquet or Arrow file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with open(file, "rb") as opened:
+        begin = opened.read(4)
+    if begin == b"PAR1":
+        return pq.read_schema(file)
+    with pa.memory_map(file) as source:
+        return (pa.ipc.open_file if begin == b"ARRO" else pa.ipc.open_stream)(source).schema
 
 
 def _merged(one: Any, other: Any) -> Any:
