@@ -105,6 +105,10 @@ def test_code_is_found_wherever_its_block_lies_and_ends(reply: str) -> None:
     assert code_in(reply).strip() == CODE.strip()
 
 
+def test_only_the_language_in_front_is_taken_off_a_code_span() -> None:
+    assert code_in("`py copy = [1]; copy (copy )`") == "copy = [1]; copy (copy )"
+
+
 lines = st.sampled_from(
     ["```", "```python", "~~~", "````", "  ```", "   ~~~~", "~~~ a `b`", "", "x = 1", "  y", "text"]
 )

@@ -131,6 +131,9 @@ def said(*texts: str, agent: str = "solver") -> list[dict[str, Any]]:
         ("11", "So \\boxed{10}. No, wait: \\boxed{11}", 1.0),
         ("10", "So \\boxed{10}. No, wait: \\boxed{11}", 0.0),
         ("10", "\\boxed{10}\\boxed{}", 0.0),
+        ("1", "\\boxed{12", 0.0),
+        ("2", "\\boxed 121", 0.0),
+        ("121", "\\boxed 121", 1.0),
         ("1,2", "$\\boxed{1}$ and $\\boxed{2}$", 1.0),
         ("\\{1,2\\}", "\\boxed{3}, but then \\boxed{\\{1,2\\}}", 1.0),
         # Exponents that can only be decimal in a reference.

@@ -39,7 +39,7 @@ _NOT_JSON: Final = object()
 _PYTHON: Final = re.compile(
     r"(?:[{.\s]*(?:lang(?:uage)?[-=:])?i?py(?:thon)?[\d.]*|\S*\.py)(?![\w+#-])", re.IGNORECASE
 )
-_LANGUAGE: Final = re.compile(r"i?py(?:thon)?\d?\s+", re.IGNORECASE)
+_LANGUAGE: Final = re.compile(r"\Ai?py(?:thon)?\d?\s+", re.IGNORECASE)
 # Maps the typographic minus sign, hyphens, the en dash and full-width characters to ASCII, and
 # removes spaces of zero width.
 _ASCII: Final[dict[int, int | str]] = {

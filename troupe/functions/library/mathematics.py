@@ -119,7 +119,7 @@ def math(
     reply = [
         found for text in _readings(said) for found in _parsed(text, extraction_config=targets)
     ]
-    words = boxes[0][len(_BOXED) :].strip()[1:-1] if len(boxes) == 1 else said
+    words = _inside(boxes[0]) if len(boxes) == 1 else said
     right = False
     for reference in references(query, answer, answer_pattern):
         one = _reference(written(reference))
@@ -151,8 +151,14 @@ def _last_boxes(text: str) -> list[str]:
 
 def _box_with_number(box: str) -> str:
     """Return the box with its number, if it has one, without separators of thousands."""
-    number = read_number(box[len(_BOXED) :].strip()[1:-1])
+    number = read_number(_inside(box))
     return box if number is None else f"{_BOXED}{{{number:f}}}"
+
+
+def _inside(box: str) -> str:
+    """Return the content of a box with braces; "" for any other."""
+    content = box[len(_BOXED) :].strip()
+    return content[1:-1] if content.startswith("{") and content.endswith("}") else ""
 
 
 def _end_of_box(text: str, begin: int) -> int:
