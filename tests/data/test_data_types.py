@@ -290,9 +290,10 @@ def test_a_folder_of_several_kinds_of_files_is_refused_as_such(
     assert (caught.value.kind, caught.value.field) == ("dataset_unreadable", "tasks.dataset")
 
 
-def test_a_file_with_another_ending_is_not_said_to_be_missing(write: Write) -> None:
+@pytest.mark.parametrize("name", ["rows.txt", "rows.parquet.gz", "rows.arrow.zst"])
+def test_a_file_with_another_ending_is_not_said_to_be_missing(write: Write, name: str) -> None:
     with pytest.raises(DataError, match="with this extension cannot be read") as caught:
-        load(write("rows.txt", "a"))
+        load(write(name, "a"))
     assert (caught.value.kind, caught.value.field) == ("dataset_missing", "tasks.dataset")
 
 

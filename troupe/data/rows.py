@@ -61,7 +61,7 @@ class RowsReport:
         of = f", dropped: {'; '.join(parts)}" if parts else ""
         if self.left_out:
             left_out = ", ".join(self.left_out)
-            of += f"; without the columns {left_out}, whose values cannot be written as JSON"
+            of += f"; without the columns {left_out}, which have no JSON form"
         return f"{self.source}: {self.kept:,} of {self.total:,} rows{of}"
 
 

@@ -259,8 +259,8 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
             kind="dataset_missing",
             field=where,
             value=source,
-            remedy=f"Supported: {', '.join(READERS)}, also followed by the extension of a "
-            "compressed file.",
+            remedy=f"Supported: {', '.join(READERS)}; compressed (.gz, .bz2, .xz, .zst) all but "
+            "Parquet and Arrow, which compress their columns themselves.",
         )
     if (reader and not files_of(source)) or (not reader and no_directory(source)):
         raise DataError(

@@ -29,16 +29,19 @@ READERS: Final = {
     ".arrow": "arrow",
 }
 _COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst")
+_BINARY: Final = ("parquet", "arrow")
 FieldName = Annotated[str, Field(min_length=1, max_length=256)]
 Weight = Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)]
 
 
 def reader_of(source: str) -> str | None:
-    """Return the reader of a local file by its extension; None for anything else."""
-    source = source.lower()
+    """Return the reader of a local file by its extension; None for anything else, such as a
+    compressed file of a binary format, which `datasets` cannot read."""
+    name = source.lower()
     for end in _COMPRESSED:
-        source = source.removesuffix(end)
-    return next((reader for end, reader in READERS.items() if source.endswith(end)), None)
+        name = name.removesuffix(end)
+    reader = next((reader for end, reader in READERS.items() if name.endswith(end)), None)
+    return None if reader in _BINARY and len(name) < len(source) else reader
 
 
 class RowsSpec(Section):
@@ -46,7 +49,7 @@ class RowsSpec(Section):
 
     dataset: str = Field(default="", max_length=4096)
     """Id on the Hugging Face hub (`openai/gsm8k`), a local folder with a data set, or a local file:
-    `.parquet`, `.arrow`, `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, also compressed (`.gz`,
+    `.parquet`, `.arrow`, or `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, also compressed (`.gz`,
     `.bz2`, `.xz`, `.zst`); `*` matches several. Paths name files that the job sends
     (`code`), else files of the hosts that read them. Needs `pip install "troupe-rl[data]"`."""
     config: str | None = Field(default=None, min_length=1, max_length=256)
