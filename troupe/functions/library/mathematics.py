@@ -66,7 +66,7 @@ _EXPONENT, _PROGRAM_EXPONENT = (
     )
 )
 # Currencies, raised digits, spaces of LaTeX between digits, mixed numbers, repeating decimals.
-_CURRENCY: Final = re.compile("[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]|\\\\\\$")
+_CURRENCY: Final = re.compile("\\\\\\$|[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]")
 _RAISED: Final = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
 _SPACED: Final = re.compile(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))")
 _MIXED: Final = re.compile(r"(?<![\d.,/^_])(\d+) +(\d+)/(\d+)(?![\d/]|\.\d)")
