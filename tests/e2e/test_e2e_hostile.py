@@ -121,6 +121,7 @@ def _restarts(cluster: Standing) -> int:
 
 
 async def test_a_job_lives_on_while_others_misbehave(cluster: Standing) -> None:
+    before = _restarts(cluster)  # another process may have taken a port while the cluster started
     async with cluster.client() as client:
         good = await client.submit(cluster.yaml(BAD + "quick", **{"pipeline.steps": 60}))
         for source, message in {
@@ -145,7 +146,7 @@ async def test_a_job_lives_on_while_others_misbehave(cluster: Standing) -> None:
             )
         job = await good.wait(timeout=PATIENCE)
         assert job.state == JobState.SUCCEEDED, job.problem
-    assert _restarts(cluster) == 0
+    assert _restarts(cluster) == before
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,7 @@ async def test_a_sink_that_exits_or_hangs_is_a_notice(
 
 
 async def test_a_clean_exit_of_workers_ends_the_job_at_fault_alone(cluster: Standing) -> None:
+    before = _restarts(cluster)
     async with cluster.client() as client:
         good = await client.submit(cluster.yaml(BAD + "quick", **{"pipeline.steps": 40}))
         # Jobs that share deaths take turns of a minute.
@@ -176,4 +178,4 @@ async def test_a_clean_exit_of_workers_ends_the_job_at_fault_alone(cluster: Stan
         assert end.problem.kind == "workers_keep_dying"
         end = await ended(good, 300)
         assert end.job.state == JobState.SUCCEEDED, end.problem
-    assert 3 <= _restarts(cluster) <= 6
+    assert 3 <= _restarts(cluster) - before <= 6
