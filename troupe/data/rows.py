@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import xxhash
 
-from troupe.data.tables import BATCH, DataError, Names, Table, open_table
+from troupe.data.tables import BATCH, READABLE, DataError, Names, Table, open_table
 from troupe.job.sections.data import RowsSpec, reader_of
 from troupe.outcomes import JSON_DEPTH, NotJsonError, json_text
 
@@ -149,7 +149,7 @@ def load_rows(
                 kind="not_json",
                 field=f"{field}.columns.{column}",
                 value=column,
-                remedy="Write texts, numbers, lists or structs, of one type in all files.",
+                remedy=READABLE,
             )
     if paths:
         table = table.only(list(dict.fromkeys(path[0] for path in paths.values())))

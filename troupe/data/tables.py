@@ -46,6 +46,8 @@ _WITHOUT_ROWS: Final = (
     "BatchSize must be greater than 0",
 )
 _JSON_REMEDY: Final = "Write one JSON object per line, or the whole file as one array of objects."
+READABLE: Final = "Write texts, numbers, lists or structs, of one type in all files."
+"""The remedy for columns that cannot be read."""
 # Separators of CSV files other than the comma.
 _SEPARATORS: Final = (";", "\t", "|")
 # Number of rows that are read together.
@@ -484,7 +486,7 @@ def _open_typed(
                 f"columns cannot be read: {'; '.join(reasons)}",
                 field=field,
                 value=files[0],
-                remedy="Write texts, numbers, lists or structs, of one type in all files.",
+                remedy=READABLE,
             )
         whole = pa.schema([(name, kinds[name][0]) for name in columns])
         builder = datasets.load_dataset_builder(

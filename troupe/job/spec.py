@@ -222,22 +222,20 @@ class JobSpec(JobFields):
         return self
 
     @model_validator(mode="after")
-    def _reward_arguments(self) -> Self:
+    def _rewards(self) -> Self:
         for name, tool in self.tools.items():
             if tool.ready is not None:
                 raise ValueError(f"tools.{name}.ready: `{tool.ready}` is a reward; see `rewards`")
+        columns = self.tasks.columns if self.tasks is not None else {}
         for name, reward in self.rewards.items():
+            field = f"rewards.{name}.arguments"
             # They would replace what the function is to score.
             for argument in sorted({"query", "turns", "rewards"} & reward.arguments.keys()):
                 raise ValueError(
-                    f"rewards.{name}.arguments.{argument}: each call passes its own `{argument}`; "
-                    "use another name"
+                    f"{field}.{argument}: each call passes its own `{argument}`; use another name"
                 )
-        columns = self.tasks.columns if self.tasks is not None else {}
-        for name, reward in self.rewards.items():
             if reward.ready is None:
                 continue
-            field = f"rewards.{name}.arguments"
             if (agent := reward.arguments.get("agent")) and agent not in self.agents:
                 known = ", ".join(sorted(self.agents))
                 raise ValueError(f"{field}.agent: '{agent}' is not an agent; known: {known}")

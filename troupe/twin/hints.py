@@ -253,7 +253,7 @@ def _engines_busy(step: StepUse, fleets: Collection[_Fleet]) -> float:
     busy = 0.0
     for one, speed in fleets:
         concurrency = max(1.0, min(speed.concurrency, one.limit))
-        each = (speed.decode_seconds + speed.decode_seconds_per_turn * concurrency) / concurrency
+        each = speed.step_seconds(concurrency) / concurrency
         busy += one.drawn_tokens * each + one.read_tokens * speed.read_seconds
     return busy / max(1, sum(one.engines for one, _ in fleets)) / step.seconds
 
@@ -281,7 +281,7 @@ def _capacity(step: StepUse, one: PolicyUse, speed: EngineSpeed) -> float:
     """Return the maximum trajectories per second that a fleet can serve, with full batches."""
     if step.trajectories <= 0 or one.engines < 1:
         return 0.0
-    each = (speed.decode_seconds + speed.decode_seconds_per_turn * one.limit) / one.limit
+    each = speed.step_seconds(one.limit) / one.limit
     work = (one.drawn_tokens * each + one.read_tokens * speed.read_seconds) / step.trajectories
     return one.engines / work if work > 0 else math.inf
 
@@ -297,8 +297,7 @@ def _seconds(step: StepUse, fleets: Collection[_Fleet], rate: float) -> float:
         room = left - tokens * speed.decode_seconds_per_turn
         concurrency = tokens * speed.decode_seconds / room if room > 0 else math.inf
         concurrency = max(1.0, min(concurrency, float(one.limit)))
-        step_seconds = speed.decode_seconds + speed.decode_seconds_per_turn * concurrency
-        total += drawn * step_seconds / left + read * speed.read_seconds
+        total += drawn * speed.step_seconds(concurrency) / left + read * speed.read_seconds
     return total
 
 

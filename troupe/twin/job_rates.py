@@ -88,7 +88,7 @@ class JobRates:
             return found
         # The factor by which it was slower than assumed where it was measured.
         same = self._assumed_engine(name, profile.tensor_parallel[name], speed.concurrency)
-        whole = speed.decode_seconds + speed.decode_seconds_per_turn * speed.concurrency
+        whole = speed.step_seconds(speed.concurrency)
         assumed = same.decode_seconds + same.decode_seconds_per_turn * speed.concurrency
         step = per_turn = whole / assumed if whole > 0 else 1.0
         if speed.decode_seconds > 0 and speed.decode_seconds_per_turn > 0:
@@ -189,7 +189,7 @@ class JobRates:
             times = None if used is None else used.policies[name]
             speed = None if times is None else times.engine.speed()
             if times is not None and speed is not None:
-                each = speed.decode_seconds + speed.decode_seconds_per_turn * speed.concurrency
+                each = speed.step_seconds(speed.concurrency)
                 measured.append(
                     f"{name}: an engine's {speed.concurrency / max(each, 1e-9):,.0f} tokens/s with "
                     f"{speed.concurrency:.0f} turns at once"

@@ -35,7 +35,7 @@ _FORMAT: Final = 2
 
 
 class MeasuredTurn(NamedTuple):
-    """One turn as reported by a rollout worker. `concurrency`: mean number of turns that its engine
+    """Turn as reported by a rollout worker. `concurrency`: mean number of turns that its engine
     ran meanwhile, itself included; 0: unknown."""
 
     agent: str
@@ -108,6 +108,10 @@ class EngineSpeed:
     decode_seconds_per_turn: float
     concurrency: float
     """Mean number of turns that ran on it at once."""
+
+    def step_seconds(self, turns: float) -> float:
+        """Return the seconds of a decoding step with so many running turns."""
+        return self.decode_seconds + self.decode_seconds_per_turn * turns
 
 
 @dataclass

@@ -121,8 +121,7 @@ class SharedBaselines(Recipe):
             more, fewer = (sum(column) for column in zip(*counts, strict=True))
             found.append(
                 Verdict(
-                    f"spikes of `{arm}` minus those of `agent`: in sum at least {FEWER} times as "
-                    "many",
+                    f"spikes, `{arm}` minus `agent`: in sum at least {FEWER} times as many",
                     tuple(one - other for one, other in counts),
                     more > 0 and more >= FEWER * fewer,
                 )
@@ -131,8 +130,7 @@ class SharedBaselines(Recipe):
             gaps = tuple(one.end("agent") - one.end(arm) for one in seeds)
             found.append(
                 Verdict(
-                    f"rewarded answers of `agent` minus those of `{arm}`: the interval does not "
-                    "lie below 0",
+                    f"rewarded answers, `agent` minus `{arm}`: the interval does not lie below 0",
                     gaps,
                     len(gaps) > 1 and estimated(gaps).high >= 0,
                 )

@@ -157,7 +157,7 @@ class Frame:
 
 
 class Channel:
-    """One end of the socket between the leader and rank 0. Raises EOFError, OSError once cut."""
+    """Connection of the leader and rank 0 over a socket. Raises EOFError, OSError once cut."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)

@@ -162,11 +162,10 @@ class Accumulation:
         self.sums.seconds += time.perf_counter() - started
 
     def batches(self, stop: threading.Event | None) -> list[TrainingBatch]:
-        """Return all rows of the step as one batch per group, in order of content, for several
-        updates.
+        """Return all rows of the step as one batch per group, for several updates.
 
-        Advantages, values and old log-probs are computed with the current weights. Raises
-        `Stopped`.
+        Batches are in order of content; advantages, values and old log-probs are computed with the
+        current weights. Raises `Stopped`.
         """
         held, self.sums.held = self.sums.held, []
         if self.advantages.needs_whole_step:
@@ -713,8 +712,7 @@ class Learner(PolicyLearner[Row]):
     ) -> str:
         """Make all updates of a step that has several; return the reason if one failed.
 
-        Advantages, values and old log-probs are computed with the weights at the beginning of the
-        step.
+        Advantages, values and old log-probs use the weights at the beginning of the step.
         """
         algorithm, sums = self._job.algorithm, self._step.sums
         batches = self._step.batches(stop)

@@ -237,8 +237,8 @@ def parse_rows(
 ) -> list[Row]:
     """Parse the samples of a claim into rows, sorted by sample id.
 
-    `longest`: tokens that the model has positions for; 0: unknown. With `load`, rows carry payloads
-    and those of `columns` and `user_columns` that their samples have. `routing`: the shape of
+    `longest`: tokens that the model has positions for; 0: unknown. With `load`, rows carry
+    payloads, and `columns` and `user_columns` if their samples have them. `routing`: the shape of
     their routes; None: the model has no experts. `payload_kinds`: kinds that the model and its
     teachers take. Raises ChecksumError, FailedPrecondition of kind "malformed_sample", and what
     `load` raises.

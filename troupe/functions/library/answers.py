@@ -331,9 +331,9 @@ def code_in(text: str) -> str:
     if chosen := python or unmarked or blocks:
         return chosen[-1].text
     whole = text.strip()
-    code = whole.removesuffix("</answer>").rpartition("<answer>")[2].strip()
-    if not whole.endswith("</answer>"):
-        code = whole
+    code = whole
+    if whole.endswith("</answer>"):
+        code = whole.removesuffix("</answer>").rpartition("<answer>")[2].strip()
     span = read_span(code)
     if span != code:
         return _LANGUAGE.sub("", span)

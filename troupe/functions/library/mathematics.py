@@ -70,6 +70,8 @@ _CURRENCY: Final = re.compile("\\\\\\$|[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]")
 _RAISED: Final = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
 _SPACED: Final = re.compile(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))")
 _MIXED: Final = re.compile(r"(?<![\d.,/^_])(\d+) +(\d+)/(\d+)(?![\d/]|\.\d)")
+# A mixed number in LaTeX.
+_SUM: Final = r"\1\\frac{\2}{\3}"
 _REPEATING: Final = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}")
 # Words and line breaks, which a bare expression lacks; words in commands (`\pi`, `\text{cm}`) do
 # not count. Letters of most scripts other than Greek are words.
@@ -122,7 +124,8 @@ def math(
     words = _inside(boxes[0]) if len(boxes) == 1 else said
     right = False
     for reference in references(query, answer, answer_pattern):
-        one = _reference(written(reference))
+        wanted = written(reference)
+        one = _reference(wanted)
         text = one if _is_latex(one) else f"${one}$"
         gold = _parsed(text) or _parsed(one)
         if not gold or isinstance(reference, bool):
@@ -130,7 +133,7 @@ def math(
             raise BadReferenceError(
                 answer, reference, "it is not a mathematical expression", remedy
             )
-        right = right or folded(words) == folded(written(reference)) or _equal(gold, reply, digits)
+        right = right or folded(words) == folded(wanted) or _equal(gold, reply, digits)
     return rewarded(float(right), agent, weight)
 
 
@@ -177,7 +180,7 @@ def _reference(text: str) -> str:
     text = _in_decimals(_plain(text), _PROGRAM_EXPONENT)
     if not any(bracket in text for bracket in "([{\\"):  # not a pair
         text = THOUSANDS.sub(lambda found: re.sub(r"[,\s]", "", found[0]), text)
-    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    return _MIXED.sub(_SUM, text)
 
 
 def _plain(text: str) -> str:
@@ -203,17 +206,17 @@ def _readings(text: str) -> list[str]:
     plain = _plain(text).strip()
     decimal = _in_decimals(plain, _EXPONENT)
     if _is_latex(plain):
-        return list(dict.fromkeys(_MIXED.sub(r"\1\\frac{\2}{\3}", one) for one in (decimal, plain)))
+        return list(dict.fromkeys(_MIXED.sub(_SUM, one) for one in (decimal, plain)))
     # In an expression that is not marked as LaTeX, math-verify would read only the first number.
     end = _PROSE.split(decimal)[-1].strip(_AROUND).rstrip(_AROUND + ".")
     number = read_number(end)
-    end = _MIXED.sub(r"\1\\frac{\2}{\3}", end)
+    end = _MIXED.sub(_SUM, end)
     expression = f"${end if number is None else format(number, 'f')}$"
     if not _PROSE.search(plain):
         return [expression]
     words = re.sub(_FOREIGN, " ", decimal)
     powers = _POWER.sub(lambda found: f"${found[0]}$", words)
-    powers = _MIXED.sub(r"$\1\\frac{\2}{\3}$", powers)
+    powers = _MIXED.sub(f"${_SUM}$", powers)
     # math-verify does not find a number directly behind other scripts.
     also = end and (number is None or words != decimal)
     return [powers, expression] if also else [powers]

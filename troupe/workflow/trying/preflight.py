@@ -1,5 +1,8 @@
-"""Checks of a job before it runs, without a cluster: models that are not there,
-layers that an architecture does not have, and what a trial of the workflow meets."""
+"""Checks of a job before it runs, without a cluster.
+
+They find models that are not there, layers that an architecture does not have, and faults that a
+trial of the workflow meets.
+"""
 
 from __future__ import annotations
 

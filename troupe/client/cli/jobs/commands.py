@@ -292,7 +292,7 @@ def profile(
     )
     for name, times in found.policies.items():
         speed = times.engine.speed()
-        each = speed and speed.decode_seconds + speed.decode_seconds_per_turn * speed.concurrency
+        each = speed and speed.step_seconds(speed.concurrency)
         speeds.add_row(
             escape(name),
             f"{speed.concurrency / each:,.0f}" if speed and each else "-",
