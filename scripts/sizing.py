@@ -85,7 +85,7 @@ policy does not fit, try in this order, from the cheapest: activation checkpoint
 
 `tests/trainer/test_memory.py` compares the model with torch's memory tracker in steps of real
 learners on CPUs, on one device and in a gang of two: the model is at most 1 % below and at most
-20 % above, and 2 % above for a model of 135 M parameters. On an H100, updates of Qwen3-0.6B and 4B
+10 % above, and 2 % above for a model of 135 M parameters. On an H100, updates of Qwen3-0.6B and 4B
 took 3 % less than the model says ([GPU](benchmarks/gpu.md)), and with moments in host memory 1 %
 and 10 % more, because the allocator keeps blocks.
 """

@@ -6,8 +6,8 @@ that lost a lease must discard its accumulated gradients and release before it m
 step again.
 
 A commit ends a policy's step: one script marks the samples of its claims TRAINED and moves the
-version. `PairExchange` adds up what trainers of several policies say of the pairs that they learn
-together. `KeptRows` holds copies of trained rows, from which a version can be recomputed.
+version. `PairExchange` sums the margins of pairs that several policies learn together, from
+their trainers. `KeptRows` holds copies of trained rows, from which a version can be recomputed.
 """
 
 from __future__ import annotations

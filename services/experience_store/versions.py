@@ -1,4 +1,4 @@
-"""Weight versions: for each policy of a job the list of its versions, the one truth about them.
+"""Weight versions: for each policy of a job the list of its versions, their only source of truth.
 
 Scripts add to the list, each atomically and repeatably: `open` records a policy's first weights, a
 commit adds the result of the next step (`claims.Claims.commit`), and `restart` returns to the first

@@ -53,8 +53,8 @@ class JobProgram(ABC):
 
     @abstractmethod
     def make_engine(self, engine_id: str, policy: str) -> ServingEngine:
-        """Return an engine for a policy, not started; made anew for another policy it keeps id and
-        replica number."""
+        """Return an engine for a policy, not started. An engine that moves to another policy
+        keeps its id and replica number."""
 
     @abstractmethod
     def cast_roles(self, cast: Mapping[str, str], field: str) -> Mapping[str, Role]:

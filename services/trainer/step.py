@@ -149,7 +149,7 @@ class Attempt:
                 kind="algorithm_function",
                 field=outcome.fault,
                 value=getattr(spec, outcome.fault.removeprefix("algorithm.")),
-                remedy="Mend the function and resume the job, which repeats the step; "
+                remedy="Fix the function and resume the job, which repeats the step; "
                 "docs/algorithms.md says what it must return.",
             )
         if not outcome.applied:

@@ -342,8 +342,8 @@ class Versions:
         return self.weights.version
 
     def holds(self, version: int, checksum: str) -> bool:
-        """Return whether the weights in memory are just those that were published as `version`. In
-        the compute thread."""
+        """Return whether the weights in memory are exactly those published as `version`. In the
+        compute thread."""
         return self.may_hold(version, checksum) and not (self._rounded or self.learner.lost)
 
     def may_hold(self, version: int, checksum: str) -> bool:
@@ -461,14 +461,14 @@ class Versions:
                     value=step_result,
                     remedy="Load the committed version.",
                 )
-            # What is gathered is there as a whole. Other tensors are made whenever they are read,
-            # one after another, and `persist` reads its own.
+            # Gathered tensors exist in full. Others are made on each read, one after another, and
+            # `persist` reads its own.
             gathers = self.learner.gathers
             yield self._stepped[1] if gathers else self.learner.published()
 
     def _leave_step(self) -> None:
-        """Send the stepped weights no more, after waiting until those are through that are being
-        sent: each server has a deadline there (`SendingRound`)."""
+        """Wait for sends in progress, which have a deadline per server (`SendingRound`), then stop
+        offering the stepped weights."""
         with self._sending:
             self._stepped = None
 

@@ -12,12 +12,18 @@ import torch
 
 from troupe.algorithms.losses import grpo_loss_sum
 from troupe.algorithms.objectives import LOSSES, traits_of
-from troupe.algorithms.registry import AlgorithmFunctions, Field, FunctionFault, OwnFunction
+from troupe.algorithms.registry import (
+    ADVANTAGES,
+    AlgorithmFunctions,
+    Field,
+    FunctionFault,
+    OwnFunction,
+)
 from troupe.algorithms.statistics import TokenStatistics
-from troupe.algorithms.traits import LOSS_TRAITS
+from troupe.algorithms.traits import ADVANTAGE_TRAITS, LOSS_TRAITS
 from troupe.client.cli.specification import try_imports
 from troupe.job import JobSpecError, load_job
-from troupe.job.sections.algorithm import Loss
+from troupe.job.sections.algorithm import Advantage, Loss
 from troupe.workflow.errors import EntrypointError
 
 OWN = "tests.support.own_algorithms"
@@ -135,6 +141,10 @@ def test_every_loss_that_a_job_can_name_has_a_function_and_traits() -> None:
     assert LOSSES.keys() == LOSS_TRAITS.keys() == set(get_args(Loss))
     for name, loss in LOSSES.items():
         assert traits_of(loss) is LOSS_TRAITS[name]
+
+
+def test_every_advantage_that_a_job_can_name_has_a_function_and_traits() -> None:
+    assert {*ADVANTAGES, "gae"} == ADVANTAGE_TRAITS.keys() == set(get_args(Advantage))
 
 
 def test_own_functions_couple_tokens_and_need_all_rows() -> None:

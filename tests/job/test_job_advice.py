@@ -24,7 +24,10 @@ def told(**over: Any) -> list[str]:
     [
         ({"pipeline__alpha": 3}, "pipeline.alpha = 3"),
         ({"pipeline__max_refills": 3}, "pipeline.max_refills = 3"),
-        ({"pipeline__group_size": 1}, "pipeline.group_size = 1"),
+        *(
+            ({"pipeline__group_size": 1, "algorithm__advantage": name}, "pipeline.group_size = 1")
+            for name in ("grpo", "dr_grpo", "rloo", "maxrl", "gigpo", "hgpo")
+        ),
         ({"policies__solver__alpha": 1}, "policies.solver.alpha = 1"),
         ({"policies__solver__trainer": {"shard": "host"}}, "policies.solver.trainer.shard"),
         (

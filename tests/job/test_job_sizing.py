@@ -270,6 +270,32 @@ def test_hosts_hold_all_weights_where_the_step_fits_with_them(
         assert setup(mode="sync", colocate=True).replicas == 1
 
 
+@pytest.mark.parametrize(
+    ("gang", "parallel", "shard", "replicas", "expert_ranks"),
+    [
+        (16, 16, "auto", 1, 16),  # a host's 8 ranks cannot divide by 16
+        (16, 8, "auto", 2, 8),
+        (12, "auto", "auto", 2, 2),  # 128 experts over a host's 6 ranks
+        (12, "auto", "gang", 1, 4),
+    ],
+)
+def test_hosts_hold_all_weights_only_where_their_ranks_can_divide_the_experts(
+    gang: int, parallel: int | str, shard: str, replicas: int, expert_ranks: int
+) -> None:
+    source = {"config": model_config("Qwen3-30B-A3B"), "tokenizer": "/nowhere", "dtype": "bfloat16"}
+    values = make_spec(Path("/nowhere"), model=source).model_dump(mode="json")
+    values["policies"]["solver"]["trainer"] |= {
+        "gang": gang,
+        "expert_parallel": parallel,
+        "shard": shard,
+    }
+    spec = JobSpec.model_validate(values)
+    shape = read_shape(spec.policies["solver"].language_model)
+    assert shape is not None
+    found = setup_of(spec, "solver", shape, device="cuda", memory=1 << 40, hosts=2)
+    assert (found.replicas, found.expert_ranks) == (replicas, expert_ranks)
+
+
 def test_a_mixture_fits_with_divided_experts_where_it_does_not_with_gathered_ones() -> None:
     """All weights of Qwen3-30B-A3B on eight devices of 80 GB (docs/training.md)."""
     shape = shape_of_config(model_config("Qwen3-30B-A3B"))

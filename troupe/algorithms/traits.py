@@ -1,7 +1,7 @@
-"""Traits of policy losses: what checks of a job, corrections, statistics and passes read of a loss.
+"""Traits of policy losses and advantages, for checks of a job, corrections, statistics and passes.
 
-The job is checked without torch, so the traits are here, and the functions in objectives.py. Of a
-user's own loss nothing is known: it has the traits that are safe for any loss.
+The job is checked without torch, so the traits are here, and the functions in objectives.py and
+advantages.py. Of a user's own function nothing is known: it has the traits that are safe for any.
 """
 
 from __future__ import annotations
@@ -43,3 +43,50 @@ def loss_traits(name: str) -> LossTraits:
 def losses_that(has: Callable[[LossTraits], bool]) -> str:
     """Return the names of the built-in losses with a trait, for messages: "`a` or `b`"."""
     return " or ".join(f"`{name}`" for name, traits in LOSS_TRAITS.items() if has(traits))
+
+
+class AdvantageTraits(NamedTuple):
+    """Properties of an advantage."""
+
+    compares: bool = False
+    """Whether it measures a sample against others of its group: one that is alone has none."""
+    along_episodes: bool = False
+    """Whether it is computed along an agent's turns of a trajectory, which one group must
+    contain."""
+    by_values: bool = False
+    """Whether it is computed from a critic's values."""
+    by_observations: bool = False
+    """Whether it compares turns with equal observations, too (`step_groups`)."""
+    averages: bool = True
+    """Whether `baseline_weight` may have an effect."""
+    normalizes: bool = False
+    """Whether `normalize_per_agent` may have an effect."""
+    of_whole_steps: bool = False
+    """Whether it needs the rewards of the whole step."""
+
+
+_OF_GROUPS: Final = AdvantageTraits(compares=True)
+ADVANTAGE_TRAITS: Final[Mapping[str, AdvantageTraits]] = {
+    "grpo": _OF_GROUPS,
+    "dr_grpo": _OF_GROUPS,
+    "rloo": _OF_GROUPS,
+    "maxrl": _OF_GROUPS,
+    "reinforce_plus_plus": AdvantageTraits(normalizes=True, of_whole_steps=True),
+    "rae": AdvantageTraits(),
+    "gigpo": AdvantageTraits(compares=True, along_episodes=True, by_observations=True),
+    "hgpo": AdvantageTraits(
+        compares=True, along_episodes=True, by_observations=True, averages=False
+    ),
+    "gae": AdvantageTraits(along_episodes=True, by_values=True, averages=False),
+}
+OWN_ADVANTAGE: Final = AdvantageTraits(normalizes=True)
+
+
+def advantage_traits(name: str) -> AdvantageTraits:
+    """Return the traits of the advantage that a job names: a built-in one, or a user's own."""
+    return ADVANTAGE_TRAITS.get(name, OWN_ADVANTAGE)
+
+
+def advantages_that(has: Callable[[AdvantageTraits], bool]) -> str:
+    """Return the names of the built-in advantages with a trait, for messages: "`a` or `b`"."""
+    return " or ".join(f"`{name}`" for name, traits in ADVANTAGE_TRAITS.items() if has(traits))

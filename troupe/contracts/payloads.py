@@ -1,4 +1,4 @@
-"""Payloads: what tokens of a prompt stand for other than themselves, such as an image.
+"""Payloads: content other than text, such as an image, that tokens of a prompt stand for.
 
 A workflow puts a `Payload` among the content parts of a message. In the prompt the tokens that the
 policy's engine declares for its kind stand for it (`PayloadKinds`), and from there on it travels

@@ -56,7 +56,7 @@ def _pipeline(spec: JobSpec) -> Iterator[str]:
 
 def _groups(spec: JobSpec) -> Iterator[str]:
     algorithm = spec.algorithm
-    of_groups = algorithm.advantage in ("grpo", "dr_grpo", "rloo")
+    of_groups = algorithm.advantage_traits.compares
     # These gradients do not depend on rewards.
     others = algorithm.kl_coefficient or algorithm.entropy_coefficient
     if spec.environment is None and of_groups and not others and spec.pipeline.group_size == 1:

@@ -303,9 +303,13 @@ def setup_of(
     if wish == "auto" and setup.checkpointing and fits(kept := replace(setup, checkpointing=False)):
         setup = kept
     spread = hosts > 1 and own.trainable and gang % hosts == 0
+    each = gang // hosts
+    # Experts are divided among the ranks that have all weights between them.
+    possible = not shape.experts or parallel == "auto" or each % parallel == 0
     if spread and own.trainer.shard != "gang":
-        within = replace(setup, ranks=gang // hosts, replicas=hosts)
-        if own.trainer.shard == "host" or fits(within):
+        divided = expert_ranks(parallel, each, shape.experts) if shape.experts else 1
+        within = replace(setup, ranks=each, replicas=hosts, expert_ranks=min(divided, each))
+        if own.trainer.shard == "host" or (possible and fits(within)):
             setup = within
     kernels = own.trainer.kernels == "auto" and own.trainer.compile != "on"
     if device == "cuda" and half and kernels and own.trainable and not (adapter or setup.gang):

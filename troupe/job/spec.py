@@ -286,11 +286,11 @@ class JobSpec(JobFields):
             raise ValueError(
                 "pipeline.max_uses: a reused sample comes from an older version; use mode `async`"
             )
-        if pipeline.mode == "micro_batch" and self.algorithm.advantage == "reinforce_plus_plus":
+        if pipeline.mode == "micro_batch" and self.algorithm.advantage_traits.of_whole_steps:
             raise ValueError(
-                "algorithm.advantage: `reinforce_plus_plus` needs the rewards of the whole step "
-                "before its first gradient, but mode `micro_batch` begins before they are known; "
-                "use pipeline.mode `sync` (or `serial`, `async`), or another advantage"
+                f"algorithm.advantage: `{self.algorithm.advantage}` needs the rewards of the whole "
+                "step before its first gradient, but mode `micro_batch` begins before they are "
+                "known; use pipeline.mode `sync` (or `serial`, `async`), or another advantage"
             )
         if pipeline.mode == "micro_batch" and self.algorithm.updates > 1:
             field = "epochs" if self.algorithm.epochs > 1 else "minibatches"

@@ -118,8 +118,8 @@ class FunctionSpec(_message.Message):
     quota_units: _builtins.int
     """0: one."""
     stateful: _builtins.bool
-    """All calls of one trajectory have one sandbox: files and processes stay from call to call,
-    with no cores between, until CloseTrajectory.
+    """All calls of one trajectory have one sandbox: files stay from call to call, until
+    CloseTrajectory; processes end with their call.
     """
     sandbox_idle_seconds: _builtins.float
     """A stateful sandbox without calls for so long is ended; 0: as the service is set."""

@@ -24,15 +24,14 @@ from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
-# Told of a step's weights before their commit, and, by None, that they may never be committed.
+# Called with a step's weights before their commit, and with None if they may never be committed.
 Stepped: TypeAlias = Callable[[common_pb.WeightsRef | None], None]
 # Kinds of errors of a worker that cannot hold the policy; another one may.
 _TOO_LARGE: Final = (kinds.POLICY_TOO_LARGE, kinds.GANG_TOO_LARGE, kinds.GANG_UNEVEN)
 # Kinds of errors of a gang whose ranks have ended, or did not come.
 _GANG_ENDED: Final = frozenset({kinds.GANG_LOST, kinds.GANG_INCOMPLETE})
-# Time limit of a checkpoint, with all attempts: it must not hold up the job for long. And for each
-# byte of the weights, which are read, written and perhaps copied from another host: a disk or a
-# network that is slower is not waited for.
+# Time limit of a checkpoint, with all attempts: it must not hold up the job for long. Plus an
+# allowance per byte of the weights, which are read, written and perhaps copied from another host.
 _CHECKPOINT_SECONDS: Final = 300.0
 _CHECKPOINT_BYTES_PER_SECOND: Final = 32e6
 

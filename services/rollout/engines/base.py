@@ -63,8 +63,8 @@ InFlight = Literal["keep", "restart"]
 # How long `sleep` waits for turns in flight.
 DRAIN_SECONDS: Final = 30.0
 # How long weights that are loaded wait for their commit: while they are copied for restarts, and
-# recorded. Later the engine goes back to the former ones: nothing that it computes gets out, and
-# whoever was to say what became of the step may be lost.
+# recorded. Later the engine returns to the former ones: it releases nothing meanwhile, and the
+# process that would report the step's outcome may be lost.
 COMMIT_SECONDS: Final = 60.0
 COMMIT_BYTES_PER_SECOND: Final = 500e6
 # An engine whose aborted turns do not end within this time is declared dead.
@@ -708,7 +708,7 @@ class ServingEngine(ABC):
         return tensors, with_base(tensors, ref, transfer, self._known_base())
 
     def _known_base(self) -> BaseWeights | None:
-        """The base of adapters that is at hand."""
+        """The base of adapters that is loaded, if any."""
         return self._adapted.base if self._adapted is not None else None
 
     def _return_turns(self, ref: common_pb.WeightsRef) -> None:

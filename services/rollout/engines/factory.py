@@ -59,7 +59,7 @@ def make_host(
     device: str = "cpu",
     routed_experts: bool = False,
 ) -> EngineHost:
-    """Return what engines of the policies `specs` (by name, in the job's order) stand on; its
+    """Return the host of the engines of the policies `specs` (by name, in the job's order); its
     `engine` makes them. Several policies are a group (`troupe.job.engines.sharing`).
 
     A kind gets only the options that the constructor of its engines names. `threads`:

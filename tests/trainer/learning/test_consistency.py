@@ -26,11 +26,12 @@ from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
 from tests.support.training import VOCABULARY, make_spec
 from tests.trainer.batches import Shape, full_batch_gradient, random_rows, relative_error
+from troupe.algorithms.traits import ADVANTAGE_TRAITS
 from troupe.job import JobSpec
 
 POLICIES = ("solver", "checker")
 # Those whose advantage is a number per sample, of rewards that groups compare.
-_ADVANTAGES = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "rae"]
+_ADVANTAGES = [name for name, traits in ADVANTAGE_TRAITS.items() if not traits.along_episodes]
 # Layer norms in the parameters' own type, so that float64 is never rounded.
 GPT = {
     "config": {

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from troupe.algorithms.traits import LossTraits, loss_traits, losses_that
+from troupe.algorithms.traits import (
+    AdvantageTraits,
+    LossTraits,
+    advantage_traits,
+    advantages_that,
+    loss_traits,
+    losses_that,
+)
 from troupe.job.section import (
     MAX_AGENTS,
     Coefficient,
@@ -85,8 +92,6 @@ class StepGroupsSpec(Section):
 Advantage = Literal[
     "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "rae", "gigpo", "hgpo", "gae"
 ]
-# Computed along an agent's turns of a trajectory, which must be in one group.
-_ALONG_EPISODES: Final = ("gigpo", "hgpo", "gae")
 Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 Correction = Literal["none", "truncated", "masked", "sequence_masked"]
 
@@ -260,7 +265,7 @@ class AlgorithmSpec(Section):
     def grouped_by_workflow(self) -> bool:
         """Whether `reply.group` overrides `group_by`; not where advantages are computed along the
         turns of an agent, which one group must contain."""
-        return self.advantage not in _ALONG_EPISODES
+        return not self.advantage_traits.along_episodes
 
     @property
     def kl_penalty(self) -> float:
@@ -285,9 +290,14 @@ class AlgorithmSpec(Section):
         return self.distillation is not None or not self.loss_traits.scales_with_advantage
 
     @property
+    def advantage_traits(self) -> AdvantageTraits:
+        """Traits of `advantage`."""
+        return advantage_traits(self.advantage)
+
+    @property
     def value_function(self) -> CriticSpec | None:
         """The critic in force; None: advantages need no values."""
-        return (self.critic or CriticSpec()) if self.advantage == "gae" else None
+        return (self.critic or CriticSpec()) if self.advantage_traits.by_values else None
 
     @property
     def team_tokens(self) -> int:
@@ -304,33 +314,33 @@ class AlgorithmSpec(Section):
                 "would do it again; choose `masked` or `sequence_masked`, loss "
                 f"{losses_that(lambda traits: traits.yields)}, or old_logprobs `recomputed`"
             )
-        if self.critic is not None and self.advantage != "gae":
+        traits = self.advantage_traits
+        if self.critic is not None and not traits.by_values:
             raise ValueError(
                 f"critic: without effect with advantage `{self.advantage}`; remove it, or choose "
-                "`gae`"
+                f"{advantages_that(lambda one: one.by_values)}"
             )
-        if self.advantage == "gae" and self.group_by != "agent":
+        if traits.by_values and self.group_by != "agent":
             raise ValueError(
-                f"group_by: with advantage `gae` nothing is measured against a group, and "
-                f"`{self.group_by}` would cut an agent's turns apart; remove it"
+                f"group_by: with advantage `{self.advantage}` nothing is measured against a group, "
+                f"and `{self.group_by}` would cut an agent's turns apart; remove it"
             )
-        of_step = self.advantage == "reinforce_plus_plus" or ":" in self.advantage
-        if not of_step and not self.normalize_per_agent:
+        if not traits.normalizes and not self.normalize_per_agent:
             raise ValueError(
                 f"normalize_per_agent: with advantage `{self.advantage}` a baseline is of one "
-                "agent anyway; remove it, or choose `reinforce_plus_plus`"
+                f"agent anyway; remove it, or choose {advantages_that(lambda one: one.normalizes)}"
             )
-        if self.advantage in ("gigpo", "hgpo") and self.group_by in ("turn", "branch"):
+        if traits.along_episodes and self.group_by in ("turn", "branch"):
             raise ValueError(
                 f"group_by: advantage `{self.advantage}` compares whole episodes, and "
                 f"`{self.group_by}` would cut an agent's turns apart; choose `agent` or `query`"
             )
-        if self.step_groups is not None and self.advantage not in ("gigpo", "hgpo"):
+        if self.step_groups is not None and not traits.by_observations:
             raise ValueError(
                 f"step_groups: without effect with advantage `{self.advantage}`; remove it, or "
-                "choose `gigpo` or `hgpo`"
+                f"choose {advantages_that(lambda one: one.by_observations)}"
             )
-        if self.advantage in ("gae", "hgpo") and self.baseline_weight != "sample":
+        if not traits.averages and self.baseline_weight != "sample":
             raise ValueError(
                 f"baseline_weight: advantage `{self.advantage}` has no baseline over trajectories; "
                 "remove it"

@@ -226,7 +226,7 @@ class EmbeddedEngine(ServingEngine):
             self._retire(live)
 
     def _retire(self, live: LiveVersion) -> None:
-        """Let go of a version that no turn needs any more, and none will."""
+        """Drop a version that no current or future turn needs."""
         if self._drawing[live] == 0:
             del self._drawing[live]
             if live is not self._live and self._host.batcher is not None:

@@ -105,7 +105,7 @@ class EmbeddedHost(EngineHost):
         self.eos_ids: frozenset[int] = frozenset()
         # The model's own weights; None until they are loaded.
         self.base: BaseWeights | None = None
-        # Engines that have started and not stopped, with the memory that they do without; those
+        # Engines that have started and not stopped, with the memory that each has released; those
         # that serve `base`, or adapters over it; and the one that brings the model up.
         self._engines: dict[HostedEngine, frozenset[Memory]] = {}
         self._users: set[HostedEngine] = set()
@@ -144,7 +144,7 @@ class EmbeddedHost(EngineHost):
             self._engines[engine] = frozenset()
 
     async def leave(self, engine: HostedEngine) -> None:
-        """Let an engine go that has stopped; the last one takes the model along. Repeatable."""
+        """Remove a stopped engine; removing the last one frees the model. Repeatable."""
         self._engines.pop(engine, None)
         self._users.discard(engine)
         if not self._engines and self._launching in (None, engine):
@@ -152,7 +152,7 @@ class EmbeddedHost(EngineHost):
             self._devices.release(self.host_id)
 
     async def release(self, engine: HostedEngine, tags: frozenset[Memory]) -> None:
-        """Have an engine do without memory, which is freed if all of them do."""
+        """Mark memory as released by this engine, and free what all engines have released."""
         async with self._changing:
             self._engines[engine] |= tags
             self._users.discard(engine)

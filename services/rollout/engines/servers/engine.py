@@ -230,7 +230,7 @@ class ServerEngine(ServingEngine):
 
     async def _catch_up(self) -> None:
         """Wait until the engine follows its server's keeper to another version, or a while: a turn
-        that was asked of the former one is better asked anew then."""
+        that was sent to the former one should then be sent again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CATCH_UP_SECONDS):
                 await self._caught_up.wait()

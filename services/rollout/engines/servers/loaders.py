@@ -79,7 +79,7 @@ class Loader(ABC):
         """The part that can be done while the server still serves."""
 
     async def reserve(self) -> None:
-        """The last part before the pause: what others must wait for while it lasts."""
+        """The last part before the pause: take what only one server may use at a time."""
         return
 
     async def reserve_ahead(self, weights: NewWeights) -> bool:
