@@ -27,7 +27,7 @@ from troupe.rpc import (
     Unimplemented,
     to_status,
 )
-from troupe.rpc.authentication import HEADER, ClusterToken, require
+from troupe.rpc.authentication import HEADER, authentication_of, require
 from troupe.rpc.errors import DETAILS_KEY, undecodable
 
 log = structlog.get_logger("troupe.calls")
@@ -104,8 +104,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self.idempotency = IdempotencyCache(settings.idempotency_seconds)
         self._settings = settings
         self._telemetry = telemetry
-        token = settings.token
-        self._authentication = None if token is None else ClusterToken(token)
+        self._authentication = authentication_of(settings.token)
         self._wrapped: dict[str, Any] = {}
         # Tasks of the calls in flight, and of those that are cancelled at the end of a drain.
         self._streams: set[asyncio.Task[Any]] = set()

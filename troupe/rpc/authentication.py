@@ -1,7 +1,7 @@
 """Authentication of callers: the header `authorization` that they send, and its check.
 
 gRPC services, the transfer service and the panel share it. Another method is a class with `admits`,
-and what its callers send.
+a case in `authentication_of`, and what its callers send (`troupe/rpc/channel.py`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class ClusterToken:
     def is_token(self, sent: str) -> bool:
         """Return whether `sent` is the token, in a time that does not depend on `sent`."""
         return hmac.compare_digest(sent.encode("utf-8", "replace"), self._token)
+
+
+def authentication_of(token: SecretStr | None) -> Authentication | None:
+    """Return the method by which a service checks its callers; None: it admits all."""
+    return None if token is None else ClusterToken(token)
 
 
 def require(authentication: Authentication, authorization: str) -> None:

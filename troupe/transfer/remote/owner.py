@@ -13,7 +13,7 @@ import grpc
 from pydantic import SecretStr
 
 from troupe.rpc.addresses import is_loopback_host, join_address, reachable_host
-from troupe.rpc.authentication import ClusterToken
+from troupe.rpc.authentication import authentication_of
 from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.rpc.retry import NO_RETRY
@@ -72,11 +72,12 @@ class TransferOwner:
         self._mappings = Mappings()
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
+        authentication = authentication_of(token)
         # More threads than readers, so that descriptions do not wait for long reads.
         self._server = grpc.server(
             ThreadPoolExecutor(_MOST_READERS + 8, thread_name_prefix="transfer-owner"),
             interceptors=[
-                *([] if token is None else [Admission(ClusterToken(token))]),
+                *([] if authentication is None else [Admission(authentication)]),
                 TypedErrors(),
             ],
             options=[*channel_options(_MAX_MESSAGE_MIB), ("grpc.so_reuseport", 0)],
