@@ -31,7 +31,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from services.trainer.gang.experts import ExpertDivision, check_divisible
 from services.trainer.gang.gathering import gathered, in_lockstep, nbytes_of, whole
-from services.trainer.gang.group import GangGroup, LoadProgress, together
+from services.trainer.gang.group import GangGroup
+from services.trainer.gang.loads import LoadProgress, together
 from services.trainer.gang.sharded_state import as_shard
 from services.trainer.learning.critic import ValueHead
 from services.trainer.learning.lora import Adapter, base_source, described_adapter, inject

@@ -12,7 +12,7 @@ contents reach one host only. The keys are deleted with the step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from services.chassis.transfer import HostTransfer
+from services.trainer.gang.loads import LoadProgress
 from services.trainer.learning.samples import Row
 from troupe.checkpoints.adapters import Tensors
 from troupe.contracts.payloads import Payload, Payloads, PlacedPayload
@@ -89,16 +90,16 @@ class RankPayloads:
         for name, (key, num_bytes, holders) in where.items():
             self._stored[bytes.fromhex(name)] = StoredContent(key, num_bytes, tuple(holders))
 
-    def missing_bytes(self, payloads: Iterable[PlacedPayload]) -> int:
-        """Return the bytes of the contents that `payloads` lack."""
-        digests = {one.payload.digest for one in payloads if not one.payload.data}
-        return sum(self._stored[one].num_bytes for one in digests if one in self._stored)
-
-    def filled(
-        self, several: Iterable[Payloads], read: Callable[[int], None] = lambda nbytes: None
-    ) -> list[Payloads]:
-        """Return `several` with all contents; `read` is called with the bytes of each that was
-        read. Raises Aborted of kind "payload_gone", and the errors of `Transfer.get`."""
+    def filled(self, several: Sequence[Payloads], progress: LoadProgress) -> list[Payloads]:
+        """Return `several` with all contents. Raises Aborted of kind "payload_gone", and the errors
+        of `Transfer.get`."""
+        missing = {
+            one.payload.digest
+            for payloads in several
+            for one in payloads
+            if not one.payload.data and one.payload.digest in self._stored
+        }
+        progress.total = sum(self._stored[one].num_bytes for one in missing)
         opened: dict[str, Tensors] = {}
         found: dict[bytes, bytes] = {}
 
@@ -108,7 +109,7 @@ class RankPayloads:
                 return placed
             if payload.digest not in found:
                 found[payload.digest] = self._content(payload, stored, opened)
-                read(stored.num_bytes)
+                progress.add(stored.num_bytes)
             return replace(placed, payload=replace(payload, data=found[payload.digest]))
 
         return [tuple(map(fill, payloads)) for payloads in several]

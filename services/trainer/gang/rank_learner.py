@@ -8,7 +8,6 @@ orders.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +22,9 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.compute import gpu_memory
 from services.trainer.gang.gang import Frame
 from services.trainer.gang.gathering import gathered, nbytes_of, whole
-from services.trainer.gang.group import GangGroup, LoadProgress, together
+from services.trainer.gang.group import GangGroup
 from services.trainer.gang.loading import ShardedBase, adapt, load_sharded, on_device, shared_base
+from services.trainer.gang.loads import LoadProgress, together
 from services.trainer.gang.payloads import RankPayloads
 from services.trainer.gang.sharded_state import (
     described,
@@ -309,8 +309,7 @@ class RankLearner(Learner):
             if self._group.rank:
                 return rows
             several = [row.payloads for row in rows]
-            progress.total = payloads.missing_bytes(itertools.chain(*several))
-            filled = payloads.filled(several, progress.add)
+            filled = payloads.filled(several, progress)
             return [replace(row, payloads=some) for row, some in zip(rows, filled, strict=True)]
 
         found, held = together(self._group, "reading payloads", read), len(sums.held)

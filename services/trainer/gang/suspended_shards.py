@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from services.chassis.transfer import HostTransfer
-from services.trainer.gang.group import GangGroup, LoadProgress, together
+from services.trainer.gang.group import GangGroup
+from services.trainer.gang.loads import LoadProgress, together
 from services.trainer.gang.sharded_state import as_shard, owner_of
 from services.trainer.state.parts import Box, PartsReader, StoredPart, StoredParts, store_part
 from services.trainer.state.suspension import found_intact

@@ -14,6 +14,7 @@ import pytest
 
 from services.trainer.gang.gang import Gangs, encode_rows
 from services.trainer.gang.learner import GangLearner
+from services.trainer.gang.loads import LoadProgress
 from services.trainer.gang.payloads import RankPayloads, StepPayloads
 from services.trainer.learning.interface import PolicyLearner
 from services.trainer.learning.learner import Learner
@@ -282,10 +283,10 @@ def test_contents_of_payloads_go_to_ranks_by_key_and_once_per_step(tmp_path: Pat
     # A rank reads what it is asked for.
     rank, read = RankPayloads(), []
     rank.find(Reading(transfer, read), json.loads(json.dumps(where["payloads"])))
-    (found,) = rank.filled([sent[0].payloads])
+    (found,) = rank.filled([sent[0].payloads], LoadProgress())
     assert [one.payload.data for one in found] == [first.data]
     assert len(read) == 1
-    (found,) = rank.filled([sent[1].payloads])
+    (found,) = rank.filled([sent[1].payloads], LoadProgress())
     assert [one.payload.data for one in found] == [first.data, second.data]
     lead.drop()
     assert transfer.keys(KEYS) == []

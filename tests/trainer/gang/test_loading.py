@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from services.trainer.gang.gang import Gangs
-from services.trainer.gang.group import GangGroup, LoadProgress, together
+from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import GangLearner
+from services.trainer.gang.loads import LoadProgress, together
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
 from tests.support.architectures import ARCHITECTURES, make
