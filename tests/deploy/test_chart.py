@@ -34,7 +34,7 @@ KUBERNETES: Final = kubernetes_validate.latest_version()
 GANG: Final[Values] = {"replicas": 2, "nodes": 4, "gpus": 8, "sharedMemory": "64Gi"}
 SHARED: Final[Values] = {"data": {"shared": True}}
 JUDGE: Final[Values] = {
-    "image": "lmsysorg/sglang:v0.5.18",
+    "image": "lmsysorg/sglang:v0.5.21",
     "model": "/models/judge",
     "replicas": 2,
     "nodes": 2,
@@ -386,6 +386,19 @@ def test_only_the_panel_is_reached_from_outside(rendered: dict[str, Objects]) ->
     assert names == {"t", "t-control-panel"}
     names = {name for kind, name in rendered["everything"] if kind == "NetworkPolicy"}
     assert names == {"t", "t-control-panel", "t-hub", "t-outside"}
+
+
+def test_every_pod_that_may_reach_the_hub_has_its_token(rendered: dict[str, Objects]) -> None:
+    objects = rendered["secrets"]
+    [policy] = objects["NetworkPolicy", "t-hub"]["spec"]["podSelector"]["matchExpressions"]
+    with_token = {
+        pods["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+        for pods in (one.get("spec", {}) for one in objects.values())
+        if "template" in pods and "HF_TOKEN" in json.dumps(pods)
+    }
+    absent = {"reward-host", "sglang"}  # not in this case
+    assert with_token == set(policy["values"]) - absent
+    assert "reward" in with_token  # it runs reward models where there are no reward hosts
 
 
 def test_secrets_are_made_or_given(rendered: dict[str, Objects]) -> None:

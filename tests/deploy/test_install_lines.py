@@ -195,7 +195,8 @@ def sglang_releases() -> dict[str, set[str]]:
     found = {}
     for name in listed.stdout.splitlines():
         text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
-        said = re.findall(r"(?:sglang==|SGLANG(?:_VERSION)?(?:[:=] ?|:-)\"?)(\d[\w.]*)", text)
+        names = r"sglang==|sglang:v|SGLANG(?:_VERSION)?(?:[:=] ?|:-)\"?"
+        said = re.findall(rf"(?:{names})(\d[\w.]*)", text)
         if re.search(r"install .*\bsglang\b(?!==)(?!-)", text):
             said.append("any")
         if said:

@@ -107,6 +107,7 @@ def test_a_task_that_the_query_lacks_is_an_error_and_nothing_is_asked(endpoint: 
 @pytest.mark.parametrize("endpoint", [(score(7),)], indirect=True)
 def test_a_score_is_brought_to_zero_and_one(endpoint: Endpoint) -> None:
     assert ask(endpoint, lowest=1, highest=10) == pytest.approx(6 / 9)
+    assert ask(endpoint, lowest=1, highest=10, weight=-0.3) == pytest.approx(-0.2)
 
 
 @pytest.mark.parametrize("endpoint", [(LATER, BROKEN, score(1.0))], indirect=True)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import httpx
 
 from troupe.functions.declaration import reward
-from troupe.functions.library.answers import BadReferenceError, data_of
+from troupe.functions.library.answers import BadReferenceError, data_of, rewarded
 from troupe.job.sections.functions import JUDGE_FIELDS
 from troupe.replies.reading import read_fenced_json, read_reply
 from troupe.rpc.addresses import host_of, is_loopback_host, without_secrets
@@ -204,6 +204,7 @@ def judge(
     prompt: str = PROMPT,
     task: str = "",
     agent: str = "",
+    weight: float = 1.0,
     lowest: float = 0.0,
     highest: float = 1.0,
     api_key_env: str = "",
@@ -213,7 +214,7 @@ def judge(
     max_tokens: int = 1024,
 ) -> float | dict[str, float]:
     """Score the last reply of `agent`, and reward only that agent; without `agent`, the last reply
-    of the trajectory, for all agents. The score is scaled to 0 .. 1.
+    of the trajectory, for all agents. The score is scaled to 0 .. 1, times `weight`.
 
     `prompt` is a `string.Template` of $task, $answer, $conversation, $rubric, $lowest, $highest and
     $tag (different in every call); `task` names the field of the query's data that contains the
@@ -266,7 +267,7 @@ def judge(
                 refused = f"{error}: {reply[:300]!r}"
                 continue
             scaled = (score - lowest) / (highest - lowest)
-            return {agent: scaled} if agent else scaled
+            return rewarded(scaled, agent, weight)
     except ChatError as error:
         after = error.retry_after
         if error.kind == "rate_limited":

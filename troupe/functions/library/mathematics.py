@@ -106,8 +106,8 @@ def math(
 
     `answer_pattern` extracts the reference from the field. In a reply with `<answer>...</answer>`,
     only the last of these counts, and of several boxes only the last, or the last ones that are
-    joined by commas or `and`. `boxed`: only an answer in a box counts. An answer that takes too
-    long to parse or to compare is wrong. Raises `BadReferenceError`.
+    joined by commas, semicolons, `and` or `or`. `boxed`: only an answer in a box counts. An answer
+    that takes too long to parse or to compare is wrong. Raises `BadReferenceError`.
     """
     said = spoken(turns, agent) or ""
     said = cut(said, _ANSWER) or said

@@ -52,7 +52,7 @@ _DEPLOYED: Final = re.compile(rf"{NAME.pattern}@{VERSION.pattern}")
 
 
 class ReadyArguments(Section):
-    """Arguments of every reward that is ready to use, but `judge`."""
+    """Arguments of every reward that is ready to use and scores from 0 to 1."""
 
     agent: str = ""
     """Agent whose last reply is scored and that gets the reward. Default: the trajectory's last
@@ -202,7 +202,7 @@ class PuzzleArguments(ReadyArguments):
     _patterns = field_validator("reply_pattern")(check_pattern)
 
 
-class JudgeArguments(Section):
+class JudgeArguments(ReadyArguments):
     """`judge`: a score from a judging model at any endpoint that speaks OpenAI's API."""
 
     base_url: str = Field(pattern=r"^https?://[^\s/]+")
@@ -216,9 +216,6 @@ class JudgeArguments(Section):
     $rubric, $lowest, $highest and $tag. It shows $answer or $conversation; `$$` is a dollar."""
     task: str = ""
     """Field of the query that is the task. Default: all of its data."""
-    agent: str = ""
-    """Agent whose last reply is judged and that gets the reward. Default: the trajectory's last
-    reply is judged, for all agents."""
     lowest: float = 0.0
     """The worst score; scores are scaled to 0 .. 1."""
     highest: float = 1.0

@@ -37,7 +37,8 @@ class CodeSpec(Section):
     environment, tools and rewards from them in preference to installed modules."""
 
     include: list[str] = Field(min_length=1, max_length=256)
-    """Files, folders and patterns (`conf/*.yaml`) below `root`. At most 1,000 files of 16 MiB."""
+    """Files, folders and patterns (`conf/*.yaml`) below `root`: at most 1,000 files, of 16 MiB in
+    total."""
     exclude: list[str] = Field(default=[], max_length=256)
     """Patterns of paths below `root` that are left out: `my_team/data`, `*.csv`."""
     root: str = Field(default=".", min_length=1)
