@@ -93,6 +93,21 @@ async def release_ended_jobs(shared: Shared, job_id: str, *, self_too: bool = Fa
             await delete_states(shared, held)
 
 
+async def ended_holders(shared: Shared) -> frozenset[str]:
+    """Return the ended jobs whose engines, by the last heartbeats, still have devices: these are
+    released when another job starts."""
+    over: dict[str, bool] = {}
+    workers = shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
+    # An engine's id begins with its job's.
+    held = {
+        holder.partition(".")[0]
+        for worker in workers
+        for device in worker.beat.devices
+        for holder in device.holders
+    }
+    return frozenset([job_id for job_id in sorted(held) if await _over(shared, over, job_id)])
+
+
 async def delete_states(shared: Shared, job_id: str) -> None:
     """Delete an ended job's data in other services: published weights, values of samples in hosts'
     memory, and functions.

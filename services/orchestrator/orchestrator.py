@@ -14,7 +14,12 @@ import structlog
 from services.chassis.heartbeat import HostMeter, host_cpu, host_id
 from services.chassis.redis import RedisWatch
 from services.chassis.telemetry import Telemetry
-from services.orchestrator.cluster import ASKED_SECONDS, ClusterView, release_ended_jobs
+from services.orchestrator.cluster import (
+    ASKED_SECONDS,
+    ClusterView,
+    ended_holders,
+    release_ended_jobs,
+)
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.crash_loops import LaunchGuard, death_limit, is_suspect
 from services.orchestrator.errors import Deadline, cancel_all
@@ -129,9 +134,14 @@ class Orchestrator:
         self._meter = HostMeter(settings.host_use_seconds)
         self._host_watch: list[asyncio.Task[None]] = []
 
-    async def _check_job(self, spec: JobSpec) -> None:
+    async def _check_job(self, job_id: str, spec: JobSpec) -> None:
         """Raise for a job that this cluster cannot run."""
-        check_devices(spec, self.shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT))
+        check_devices(
+            spec,
+            self.shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT),
+            leaving={job_id, *await ended_holders(self.shared)},
+            queued=self.shared.queue.full,
+        )
         await self.functions.check_job(spec)
 
     async def start(self) -> None:

@@ -83,6 +83,38 @@ def test_a_checkpoint_is_evaluated_in_place_of_what_its_policy_began_with(
     assert spec.policies["checker"].init_from is not None
 
 
+@pytest.mark.parametrize(
+    ("section", "given"),
+    [
+        ("supervised", {"tasks": {"dataset": "/data/rows.jsonl"}, "steps": 1}),
+        ("preferences", {"tasks": {"dataset": "/data/pairs.jsonl"}, "steps": 1}),
+        ("stop", {"metric": "evaluations/gsm8k/pass@1", "patience": 3}),
+        ("curriculum", {}),
+    ],
+)
+def test_sections_about_steps_are_left_out(
+    raw: dict[str, Any], section: str, given: dict[str, Any]
+) -> None:
+    gsm8k = {**SETS["gsm8k"], "every": 1}
+    raw = {**raw, "evaluations": {**SETS, "gsm8k": gsm8k}, section: given}
+    assert getattr(job_of(raw), section)
+    spec = job_of(only_evaluated(raw, ["aime"], {}))
+    assert list(spec.evaluation_sets) == ["aime"]
+    assert not getattr(spec, section)
+
+
+def test_a_checkpoint_does_not_get_the_first_adapter_again(raw: dict[str, Any], job: Path) -> None:
+    for policy in raw["policies"].values():
+        policy["lora"] = {"rank": 4, "alpha": 8, "path": "/adapters/first"}
+    spec = job_of(only_evaluated(raw, [], {"solver": job / "v5"}))
+    lora = spec.policies["solver"].lora
+    assert lora is not None
+    assert (lora.rank, lora.path) == (4, None)
+    kept = spec.policies["checker"].lora
+    assert kept is not None
+    assert kept.path == "/adapters/first"
+
+
 def test_an_unknown_evaluation_is_named(run: Run, job: Path) -> None:
     status, _, err = run("evaluate", str(job / "job.yaml"), "--only", "math500")
     assert status == 2

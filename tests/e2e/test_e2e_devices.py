@@ -124,17 +124,19 @@ async def test_a_job_without_numbers_uses_all_devices(tmp_path: Path, models: Pa
         EmbeddedCluster(settings) as cluster,
         AsyncClient(cluster.state.orchestrator_address) as client,
     ):
-        handle = await client.submit(job(models, **over), "whole")
-        assert (await handle.wait(timeout=400)).state == "succeeded"
-        assert not (await handle.audit()).violations
-        servers = given(psutil.Process(os.getpid()), "tests.support.sglang_process")
-        assert servers == ["0", "1", "2"]
-        decided = {
-            one.field: int(one.value)
-            for one in (await handle.info()).resolved
-            if one.source.startswith("auto: ")
-        }
-        assert len(decided) == 4
-        for leaf in ("engine.replicas", "trainer.gang"):
-            both = [decided[f"policies.{name}.{leaf}"] for name in ("solver", "checker")]
-            assert sorted(both) == [1, 2]
+        # The second job gets the devices on which the first one's engines stay after its end.
+        for name in ("whole", "again"):
+            handle = await client.submit(job(models, **over), name)
+            assert (await handle.wait(timeout=400)).state == "succeeded"
+            assert not (await handle.audit()).violations
+            servers = given(psutil.Process(os.getpid()), "tests.support.sglang_process")
+            assert servers == ["0", "1", "2"]
+            decided = {
+                one.field: int(one.value)
+                for one in (await handle.info()).resolved
+                if one.source.startswith("auto: ")
+            }
+            assert len(decided) == 4
+            for leaf in ("engine.replicas", "trainer.gang"):
+                both = [decided[f"policies.{policy}.{leaf}"] for policy in ("solver", "checker")]
+                assert sorted(both) == [1, 2]

@@ -33,6 +33,7 @@ from troupe.checkpoints.retention import (
 )
 from troupe.disks import replace_file
 from troupe.job import JobSpec
+from troupe.job.sections.run import EarlyStopSpec
 from troupe.rpc import Aborted, ResourceExhausted
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -162,13 +163,27 @@ def keep_best(
         target = folder / policy / f"v{one['version']}"
         kept.add(target)
         link_folder(directory / one["path"], target)
-    draft = folder / f".{BEST_FILE}.new"
-    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    draft.replace(folder / BEST_FILE)
+    _write_best(directory, content)
     for path in folder.glob("*/*"):
         if path not in kept:
             remove(path)
     return True
+
+
+def mark_best(directory: Path, stop: EarlyStopSpec | None) -> None:
+    """Have exports take the best checkpoint by default, or not, as `stop` says now: a resumed job
+    may have another one. Raises `OSError`."""
+    try:
+        content = json.loads((directory / BEST / BEST_FILE).read_text(encoding="utf-8"))
+        exported = stop is not None and stop.best == "exported" and content["metric"] == stop.metric
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return
+    if content.get("exported") != exported:
+        _write_best(directory, {**content, "exported": exported})
+
+
+def _write_best(directory: Path, content: Mapping[str, Any]) -> None:
+    replace_file(directory / BEST / BEST_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def link_folder(source: Path, target: Path) -> None:

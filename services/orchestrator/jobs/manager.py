@@ -60,11 +60,11 @@ class Jobs:
         self,
         shared: Shared,
         guard: LaunchGuard,
-        check: Callable[[JobSpec], Awaitable[None]] | None = None,
+        check: Callable[[str, JobSpec], Awaitable[None]] | None = None,
         catalogue: Catalogue | None = None,
     ) -> None:
-        """`check` raises for a specification that this cluster cannot run. `catalogue` stores jobs'
-        source files."""
+        """`check` raises for a job (its id and specification) that this cluster cannot run.
+        `catalogue` stores jobs' source files."""
         self._shared = shared
         self._guard = guard
         self._one_by_one: asyncio.Task[None] | None = None
@@ -98,8 +98,6 @@ class Jobs:
         """
         spec = await _parse(text)
         await self._shared.store.require_keeping()
-        if self._check is not None:
-            await self._check(spec)
         job_id = job_id or job_id_of(spec.name, request_id or new_id())
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidArgument(
@@ -115,6 +113,8 @@ class Jobs:
                 value=job_id,
                 remedy="Choose another.",
             )
+        if self._check is not None:
+            await self._check(job_id, spec)
         record = JobRecord(
             job_id=job_id,
             request_id=request_id,

@@ -23,6 +23,11 @@ class JobQueue:
         # By job id: its rank, the least first, and the event that wakes it.
         self._waiting: dict[str, tuple[float, asyncio.Event]] = {}
 
+    @property
+    def full(self) -> bool:
+        """Whether another job would wait."""
+        return bool(self._most) and self._free <= 0
+
     def keep(self, job_id: str) -> None:
         """Give a place to a job that ran under an earlier orchestrator, whatever the limit is."""
         self._running.add(job_id)

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
-from services.orchestrator.cluster import delete_states, free_tables, release_ended_jobs
+from services.orchestrator.cluster import (
+    delete_states,
+    ended_holders,
+    free_tables,
+    release_ended_jobs,
+)
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.errors import (
     Deadline,
@@ -23,6 +28,7 @@ from services.orchestrator.errors import (
     run_all,
     run_with_background,
 )
+from services.orchestrator.jobs.checkpoints import mark_best
 from services.orchestrator.jobs.origins import fetch_origins
 from services.orchestrator.jobs.progress import JobProgress
 from services.orchestrator.jobs.sinks import Sinks, make_directory
@@ -243,6 +249,7 @@ class JobRunner:
                 await job.warn(line)
         await self._move(common_pb.JOB_STATE_STARTING)
         await make_directory(job.directory, self._record.spec())
+        await asyncio.to_thread(mark_best, job.directory, job.spec.stop)
         await fetch_origins(job, self._record.origins)
         self._sinks = Sinks(job.spec, self._job_id, job.directory)
         self._past = await shared.store.metrics(self._job_id)
@@ -251,8 +258,9 @@ class JobRunner:
         await shared.workers.wait_for(_BOTH, self._settings_deadline("workers"))
         # Engines of a job that had succeeded may still be up, under its earlier specification.
         anew = self._record.state == common_pb.JOB_STATE_SUBMITTED
+        ended = await ended_holders(shared)
         await release_ended_jobs(shared, self._job_id, self_too=anew)
-        job = self._job = await settled(job, self._record)
+        job = self._job = await settled(job, self._record, ended)
         job.show("declaring tables")
         tables = store_pb.CreateTablesRequest(
             request_id=new_id("tables"),

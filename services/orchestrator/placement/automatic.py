@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -39,16 +39,17 @@ _ROLLOUT: Final = orchestrator_pb.WORKER_KIND_ROLLOUT
 _TRAINER: Final = orchestrator_pb.WORKER_KIND_TRAINER
 
 
-async def settled(job: JobContext, record: JobRecord) -> JobContext:
+async def settled(job: JobContext, record: JobRecord, ended: Collection[str]) -> JobContext:
     """Return the job with a number for each `auto`, which is stored and shown to users. On the
-    job's first start warn of devices that stay idle."""
+    job's first start warn of devices that stay idle. `ended`: jobs whose engines are being
+    released."""
     shared, spec = job.shared, job.spec
     first = record.state == common_pb.JOB_STATE_SUBMITTED
     decided = record.decided
     if is_open(spec) or (first and launched_policies(spec)):
         await _reports(shared)
         workers = (*shared.workers.usable(_ROLLOUT), *shared.workers.usable(_TRAINER))
-        devices = job_devices(shared.nodes.alive(), workers, job.job_id)
+        devices = job_devices(shared.nodes.alive(), workers, {job.job_id, *ended})
         found = decide(spec, devices, await asyncio.to_thread(shapes_of, spec))
         if found.values:
             decided = {one: (found.values[one], found.sources[one]) for one in found.values}
@@ -86,12 +87,13 @@ def _origin(share: str, group: EngineGroup) -> str:
 def job_devices(
     nodes: Mapping[str, orchestrator_pb.JoinNodeRequest],
     workers: Iterable[WorkerHandle],
-    job_id: str,
+    own: Collection[str],
 ) -> JobDevices:
     """Return the devices that engines and trainers of a job find.
 
     Nodes say which process has which devices, also of trainers that start on demand; workers that
-    no node started say so themselves. What engines of other jobs hold does not count.
+    no node started say so themselves. Devices that engines hold of jobs other than
+    `own`, the job itself and those that release theirs, do not count.
     """
     # By kind and process: the number of devices.
     counts: dict[str, dict[tuple[str, str], int]] = {"rollout": {}, "trainer": {}}
@@ -109,7 +111,7 @@ def job_devices(
         beat, kind = worker.beat, "trainer" if worker.kind == _TRAINER else "rollout"
         joins &= kind == "rollout" or beat.trainer.lends or not beat.trainer.ranks
         for device in beat.devices:
-            others = any(one.partition(".")[0] != job_id for one in device.holders)
+            others = any(one.partition(".")[0] not in own for one in device.holders)
             foreign = others and kind == "rollout"
             if beat.node not in nodes:
                 add(kind, ("", worker.worker_id), device, free=not foreign)

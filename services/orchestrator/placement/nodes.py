@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 import structlog
@@ -124,9 +125,18 @@ class NodeRegistry:
         return self._clock() - seen < self._lost_seconds
 
 
-def check_devices(spec: JobSpec, workers: Iterable[WorkerHandle]) -> None:
+def check_devices(
+    spec: JobSpec,
+    workers: Iterable[WorkerHandle],
+    *,
+    leaving: Collection[str] = (),
+    queued: bool = False,
+) -> None:
     """Raise `FailedPrecondition` of kind "devices_missing" for a job whose launched servers find
     too few free devices on a rollout worker; it says what there is, and which jobs hold it.
+
+    `leaving`: jobs whose devices are free once this one starts: ended ones, and this one itself.
+    `queued`: the job starts when another has ended, so that it only needs devices that exist.
 
     Workers without devices are not checked, since their servers choose devices themselves.
     """
@@ -137,12 +147,14 @@ def check_devices(spec: JobSpec, workers: Iterable[WorkerHandle]) -> None:
     for worker in workers:
         devices = worker.beat.devices
         # An engine's id begins with its job's.
-        jobs = Counter(holder.partition(".")[0] for one in devices for holder in one.holders)
-        free = sum(not one.holders for one in devices)
+        holders = [{holder.partition(".")[0] for holder in one.holders} for one in devices]
+        holders = [set() if queued else one - set(leaving) for one in holders]
+        free = sum(not one for one in holders)
         if not devices or needed <= free:
             continue
         kinds = Counter(one.device_class for one in devices)
         there = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+        jobs = Counter(itertools.chain(*holders))
         held = ", ".join(f"{name} ({count})" for name, count in sorted(jobs.items()))
         most = max(wanted, key=lambda name: (wanted[name], name))
         raise FailedPrecondition(

@@ -139,6 +139,33 @@ async def test_a_best_checkpoint_of_an_evaluation_is_exported_if_the_job_says_so
     assert (content["step"], content["value"]) == (1, 0.9)
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "exported"), [("exported", None, "v4"), (None, "exported", "v1")]
+)
+async def test_exports_take_the_checkpoint_that_the_resumed_job_says(
+    cluster: Cluster, first: str | None, then: str | None, exported: str
+) -> None:
+    """The best version after step 1 was kept before the job got another `stop`."""
+    cluster.rollouts[0].script.reward = worth([0.0, 0.9, 0.3, 0.3, 0.3])
+    metric = "evaluations/held/reward/mean"
+
+    def text(best: str | None, steps: int) -> str:
+        stop = {"metric": metric, "patience": 50, "best": best} if best else None
+        return job_yaml(
+            pipeline__steps=steps,
+            evaluations=EVALUATED,
+            stop=stop,
+            checkpoint={"best": {"metric": metric}},
+        )
+
+    job_id = await cluster.submit(text(first, 3))
+    await cluster.wait(job_id, [common_pb.JOB_STATE_SUCCEEDED])
+    assert choose(cluster.directory, job_id, "solver", None).name == ("v1" if first else "v3")
+    await cluster.resume(job_id, text(then, 4))
+    await cluster.wait(job_id, [common_pb.JOB_STATE_SUCCEEDED])
+    assert choose(cluster.directory, job_id, "solver", None).name == exported
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_an_orchestrator_that_restarts_stops_at_the_same_step(
     cluster: Cluster, when: str

@@ -47,12 +47,14 @@ def device(index: int, *holders: str) -> orchestrator_pb.GivenDevice:
 def test_a_job_s_devices_include_those_of_parked_trainers() -> None:
     report = node("rollout-0", "rollout-0", "rollout-0", "trainer-0", "trainer-0", "trainer-1")
     held = worker(ROLLOUT, device(0, "other.p.0@r"), device(1, "mine.p.0@r"), device(2), at="n")
-    assert job_devices({"n": report}, [held], "mine") == JobDevices(2, (1, 2), 80 * GIB)
+    assert job_devices({"n": report}, [held], {"mine"}) == JobDevices(2, (1, 2), 80 * GIB)
+    # The other job has ended, and releases its device.
+    assert job_devices({"n": report}, [held], {"mine", "other"}).engines == 3
     # A device that two workers share; a device of no worker; declared CPUs.
-    assert job_devices({"n": node("rollout-0, trainer-0", "reward", "")}, [], "j") == JobDevices(
+    assert job_devices({"n": node("rollout-0, trainer-0", "reward", "")}, [], {"j"}) == JobDevices(
         1, (1,), 80 * GIB
     )
-    assert job_devices({"n": node("trainer-0", device_class="cpu")}, [], "j") == JobDevices(0, ())
+    assert job_devices({"n": node("trainer-0", device_class="cpu")}, [], {"j"}) == JobDevices(0, ())
 
 
 def test_workers_that_no_node_started_say_what_they_have() -> None:
@@ -61,7 +63,7 @@ def test_workers_that_no_node_started_say_what_they_have() -> None:
         worker(TRAINER, device(2), device(3), ranks=16, lends=False),
         worker(TRAINER),
     ]
-    assert job_devices({}, workers, "j") == JobDevices(1, (16,), 24 * GIB, joins=False)
+    assert job_devices({}, workers, {"j"}) == JobDevices(1, (16,), 24 * GIB, joins=False)
 
 
 def served(cluster: Cluster, job_id: str) -> tuple[dict[str, int], dict[str, int]]:

@@ -127,6 +127,22 @@ def test_a_job_that_finds_its_devices_is_taken(spec: JobSpec, workers: list[Any]
     check_devices(spec, workers)
 
 
+def test_devices_of_ended_jobs_and_of_the_job_itself_are_free() -> None:
+    """Those of an ended job are released when the next one starts; a submission is repeated with
+    the same id while the job's own engines are up."""
+    full = [worker(*([f"{name}.p.0@r"] for name in ("mine", "ended", "mine", "ended")))]
+    check_devices(job(2, 2), full, leaving={"mine", "ended"})
+    with pytest.raises(FailedPrecondition, match="2 are free; held by ended"):
+        check_devices(job(2, 2), full, leaving={"mine"})
+
+
+def test_a_job_that_waits_in_the_queue_needs_devices_that_exist() -> None:
+    full = [worker(*(["other.p.0@r"] for _ in range(4)))]
+    check_devices(job(2, 2), full, queued=True)
+    with pytest.raises(FailedPrecondition, match="4 x H100, of which 4 are free"):
+        check_devices(job(3, 2), full, queued=True)
+
+
 def test_a_refusal_names_the_devices_and_their_holders() -> None:
     with pytest.raises(FailedPrecondition) as refused:
         check_devices(job(2, 2), [worker(FREE, FREE, ["other.p.0@r"], ["other.p.0@r"])])

@@ -14,8 +14,10 @@ from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_trainer import TrainerScript
 from tests.support.waiting import until
 from troupe.job import JobSpecError, parse_job
+from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
 from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 SUCCEEDED = common_pb.JOB_STATE_SUCCEEDED
 
@@ -60,6 +62,47 @@ async def test_jobs_wait_in_line_by_priority(house: Cluster) -> None:
     # Each began after the one before it had ended.
     for before, after in itertools.pairwise(ends):
         assert before.ended_at.ToNanoseconds() <= after.started_at.ToNanoseconds()
+
+
+async def hold_device(cluster: Cluster, job_id: str) -> None:
+    """Have the only device of the rollout worker reported as held by a job's engine."""
+    device = orchestrator_pb.GivenDevice(
+        index=0, device_class="H100", holders=[f"{job_id}.first.0@r"]
+    )
+    [worker] = cluster.rollouts
+    worker.script.devices = [device]
+
+    async def is_reported() -> bool:
+        picture = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
+        return any(device in one.devices for one in picture.workers)
+
+    await until(is_reported)
+
+
+def served(name: str, **over: object) -> str:
+    engine = {f"policies.{name}.engine": {"kind": "sglang", "replicas": 1}}
+    return one(name, **engine, **over)
+
+
+async def test_a_job_waits_for_the_devices_of_the_one_that_runs(house: Cluster) -> None:
+    first = await running(house)
+    await hold_device(house, first)
+    second = await house.submit(served("second"))
+    await house.until(second, lambda job: "at place 1" in job.activity)
+    with pytest.raises(FailedPrecondition, match="1 x H100, of which 1 are free"):
+        await house.submit(served("greedy").replace("replicas: 1", "replicas: 2"))
+    await house.cancel(first)
+    assert (await house.wait(second)).state == SUCCEEDED
+
+
+async def test_devices_of_an_ended_job_are_free_for_the_next_one(cluster: Cluster) -> None:
+    text = served("first")
+    first = await cluster.submit(text)
+    await hold_device(cluster, first)
+    # The job's own engines do not stand in its way when its submission is repeated.
+    assert await cluster.submit(text, first) == first
+    await cluster.wait(first, [SUCCEEDED])
+    assert (await cluster.wait(await cluster.submit(served("second")))).state == SUCCEEDED
 
 
 async def test_a_waiting_job_can_be_paused_and_cancelled(house: Cluster) -> None:

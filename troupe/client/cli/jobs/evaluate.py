@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -94,6 +94,10 @@ def evaluate(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+# Sections about steps, of which an evaluation has none.
+_OF_STEPS: Final = frozenset({"supervised", "preferences", "stop", "curriculum"})
+
+
 def only_evaluated(
     raw: Mapping[str, Any], names: Collection[str], models: Mapping[str, Path]
 ) -> dict[str, Any]:
@@ -131,8 +135,11 @@ def only_evaluated(
         policies[name]["model"] = {
             n: v for n, v in model.items() if n not in ("config", "revision")
         }
+        if policies[name].get("lora"):
+            # Checkpoints contain the weights that the adapter changed.
+            policies[name]["lora"] = {**policies[name]["lora"], "path": None}
     return {
-        **raw,
+        **{name: section for name, section in raw.items() if name not in _OF_STEPS},
         "policies": policies,
         "pipeline": {**raw["pipeline"], "steps": 0},
         "evaluation": section if UNNAMED in chosen else {},
