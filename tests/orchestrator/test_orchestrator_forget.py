@@ -9,7 +9,7 @@ from services.orchestrator.state.redis import INDEX, JobKeys, RedisAccess
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import until
 from troupe.contracts.conversations import CONVERSATIONS
-from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
+from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
@@ -139,6 +139,23 @@ async def test_a_job_that_never_had_rows_is_forgotten_too(cluster: Cluster) -> N
     await cluster.api.ForgetJob(
         orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
     )
+
+
+async def test_a_new_job_does_not_get_the_id_of_one_whose_files_are_there(
+    cluster: Cluster,
+) -> None:
+    """Its first state and its checkpoints would be taken for the new job's."""
+    job_id = await cluster.submit(job_yaml(), "mine")
+    await cluster.wait(job_id)
+    forget = orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
+    await cluster.api.ForgetJob(forget)
+    with pytest.raises(AlreadyExists, match="files of an earlier job") as refused:
+        await cluster.submit(job_yaml(seed=7), "mine")
+    assert (refused.value.field, refused.value.value) == ("job_id", "mine")
+    assert "Choose another job_id" in (refused.value.remedy or "")
+    (cluster.directory / "mine").rename(cluster.directory / "elsewhere")
+    assert await cluster.submit(job_yaml(seed=7), "mine") == "mine"
+    assert (await cluster.wait("mine")).state == common_pb.JOB_STATE_SUCCEEDED
 
 
 BROKEN = {

@@ -27,7 +27,15 @@ from services.orchestrator.state.records import JobRecord, check_notes, check_ta
 from services.orchestrator.state.redis import NO_STATE
 from troupe.job import JobSpec, JobSpecError, parse_job_in_thread
 from troupe.job.compatibility import Difference, differences, incompatible, reason
-from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
+from troupe.job.loading import SPEC_FILE
+from troupe.rpc import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    TroupeError,
+    new_id,
+)
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.yaml_input import MAX_BYTES
@@ -94,7 +102,8 @@ class Jobs:
         """Store a job and start it. Repeating it with the same ids returns the same job.
 
         `given`: the text that `text` was made of, for people. Raises `InvalidArgument` naming every
-        fault of the specification, or `AlreadyExists` when `job_id` is another job's.
+        fault of the specification, or `AlreadyExists` when `job_id` is another job's, or was one's
+        whose files are still there.
         """
         spec = await _parse(text)
         await self._shared.store.require_keeping()
@@ -127,11 +136,13 @@ class Jobs:
         _check_viewable(record)
         self._check_turns(job_id, spec)
         await self._hold_code(job_id, spec)
-        # An existing job's origins are known; resolved today, they might differ.
-        if any(one.init_from for one in spec.policies.values()) and not await self._exists(job_id):
-            origins = await resolve_origins(self._shared, record.directory, spec)
-            record = replace(record, origins=origins)
         async with self.lock(job_id):
+            # An existing job's origins are known; resolved today, they might differ.
+            if not await self._exists(job_id):
+                await _check_unused(record)
+                if any(one.init_from for one in spec.policies.values()):
+                    origins = await resolve_origins(self._shared, record.directory, spec)
+                    record = replace(record, origins=origins)
             if not await self._shared.store.create(record, _check_given(given) or text):
                 found = await self._readable_record(job_id)
                 same_submission(found, record)
@@ -441,6 +452,20 @@ def _check_given(text: str) -> str:
             remedy="Keep data out of the job's file: name files instead.",
         )
     return text
+
+
+async def _check_unused(record: JobRecord) -> None:
+    """Raise `AlreadyExists` if an earlier job had the id of a new one and its directory is there:
+    its states and checkpoints would be taken for the new job's."""
+    if not await asyncio.to_thread((record.directory / SPEC_FILE).exists):
+        return
+    raise AlreadyExists(
+        f"{record.directory} holds the files of an earlier job of this id, which this cluster does "
+        "not know any more",
+        field="job_id",
+        value=record.job_id,
+        remedy="Choose another job_id; or move that directory away, on every host that has one.",
+    )
 
 
 def _check_viewable(record: JobRecord) -> None:

@@ -7,6 +7,7 @@ directory: that job may delete them at any time, and every worker that binds the
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,8 @@ async def resolve_origins(shared: Shared, directory: Path, spec: JobSpec) -> dic
     checkpoint of another architecture, an optimizer state that is not kept or does not fit, or a
     checkpoint with which the job is not valid.
     """
+    # An earlier submission with this id may have been refused after it had linked files here.
+    await asyncio.to_thread(shutil.rmtree, directory / FOLDER, ignore_errors=True)
     found = {}
     for name, policy in spec.policies.items():
         if policy.init_from is None or name in spec.slots:

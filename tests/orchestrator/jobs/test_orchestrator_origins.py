@@ -19,6 +19,7 @@ from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 SOLVER = "policies__solver__init_from"
+CHECKER = "policies__checker__init_from"
 
 
 async def finished(cluster: Cluster, **over: Any) -> str:
@@ -90,7 +91,7 @@ async def test_a_policy_begins_with_a_directory_or_a_url(cluster: Cluster, tmp_p
     there = checkpoint(tmp_path / "there", model_type="qwen3")
     changes = {
         SOLVER: str(here),
-        "policies__checker__init_from": {"path": f"file://{there}"},
+        CHECKER: {"path": f"file://{there}"},
     }
     job_id = await cluster.submit(job_yaml(**changes))
     job = await cluster.wait(job_id)
@@ -215,3 +216,23 @@ async def test_a_state_is_kept_for_the_trainer_that_binds_first(cluster: Cluster
     found = bound(cluster, job_id).policies["solver"].init_from
     assert found is not None
     assert (found.job, found.policy, found.version, found.optimizer) == (source, "solver", 2, True)
+
+
+async def test_a_refused_submission_leaves_nothing_that_the_next_one_begins_with(
+    cluster: Cluster,
+) -> None:
+    first, second = [await finished(cluster) for _ in range(2)]
+    for source, text in ((first, b"first"), (second, b"second")):
+        model = cluster.directory / source / "checkpoints" / "checker" / "v2" / "model.safetensors"
+        model.write_bytes(text)
+        state = cluster.directory / source / "state" / "checker" / f"v2-{source[-8:]}abcd"
+        state.mkdir(parents=True)
+    begins = {"optimizer": True, "version": 2}
+    wrong = {SOLVER: "nobody"}
+    with pytest.raises(InvalidArgument, match="no such job"):
+        await cluster.submit(job_yaml(**{CHECKER: {"job": first, **begins}}, **wrong), "student")
+    await cluster.submit(job_yaml(**{CHECKER: {"job": second, **begins}}), "student")
+    init = cluster.directory / "student" / "init"
+    assert (init / "checker" / "v2" / "model.safetensors").read_bytes() == b"second"
+    states = [one.name for one in (init / "state" / "checker").iterdir()]
+    assert states == [f"v2-{second[-8:]}abcd"]
