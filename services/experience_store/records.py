@@ -229,6 +229,8 @@ class StagedRow(NamedTuple):
     names: int = 0
     """Bytes at the beginning of `raw_row` that identify the row. They are not stored, since the
     table, the key and the record identify it too (`SampleRecord.named`)."""
+    demonstration: bool = False
+    """Whether it waits for no column: nothing plays it, and its loss reads none."""
 
     @property
     def stored(self) -> RawRow:
@@ -270,13 +272,15 @@ class StagedRow(NamedTuple):
             shared,
             # Other writers may serialize the fields in another order.
             len(begin) if bytes(raw_row[: len(begin)]) == begin else 0,
+            sample.demonstration,
         )
 
     def record(self, required: Collection[str], stem: str = "") -> str:
         """Format the first `SampleRecord` of a sample, without query and trajectory, which all rows
         of an ending share. `required`: columns in addition to the reward; `stem`: as in the
         record."""
-        missing = [name for name in required if name not in self.columns]
+        waits = () if self.demonstration else required
+        missing = [name for name in waits if name not in self.columns]
         if self.reward is None:
             missing.append(REWARD)
         reward = "" if self.reward is None else repr(self.reward)

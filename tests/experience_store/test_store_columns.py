@@ -86,6 +86,17 @@ async def test_required_columns_gate_readiness_and_reach_the_claimant(store: Sto
     assert {name: sample.columns[name] for name in filled} == filled
 
 
+async def test_a_demonstration_waits_for_no_column(store: Store) -> None:
+    stage = await make_stage(
+        store, new_id("job"), queries=("q",), group_size=1, required=["ref_logprobs"]
+    )
+    sample = make_sample("q", 0, "t")
+    sample.demonstration = True
+    await stage.append("q", "t", [sample])
+    assert await stage.counts() == {"ready": 1}
+    assert ids_of(await stage.claim()) == ["q_0_t"]
+
+
 async def test_columns_of_a_claimed_sample_are_final(stage: Stage) -> None:
     await stage.append_all()
     response = await stage.claim()

@@ -58,6 +58,8 @@ def told(**over: Any) -> list[str]:
             {"policies__solver__engine": {"launch": ["--api-key", "secret"]}},
             "policies.solver.engine.launch",
         ),
+        ({"evaluation__every": 5}, "evaluation.every = 5"),
+        ({"evaluation__success": "team"}, "evaluation.success"),
     ],
 )
 def test_settings_without_effect_are_advised_against(over: dict[str, Any], line: str) -> None:
@@ -73,6 +75,8 @@ def test_settings_without_effect_are_advised_against(over: dict[str, Any], line:
         {"pipeline__group_size": 1, "algorithm__advantage": "rae"},
         {"pipeline__group_size": 1, "algorithm__kl_coefficient": 0.1},
         {"policies__solver__optimizer": {"warmup_steps": 1}},
+        {"evaluation": {"queries": 4, "every": 5, "success": "team"}},
+        {"evaluations": {"all": {"every": 5}}},
         {"policies__solver__trainable": False, "policies__solver__trainer": {"idle_seconds": 5}},
         {"policies__solver__engine": {"kind": "sglang", "launch": ["--page-size", "2"]}},
     ],

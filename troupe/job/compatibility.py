@@ -17,6 +17,7 @@ from troupe.job.engines import KINDS, kinds_with
 from troupe.job.engines.sharing import reasons_apart
 from troupe.job.section import Section
 from troupe.job.sections.policy import EngineSpec, OptimizerSpec, PolicySpec, TrainerSpec
+from troupe.job.sections.run import EvaluationSpec
 from troupe.job.spec import JobSpec
 
 # Trainer settings that also matter for frozen policies, since they have leases.
@@ -29,7 +30,13 @@ def advice(spec: JobSpec) -> list[str]:
 
     Numbers and switches are shown with their values; other values may be long or secret.
     """
-    return [*_pipeline(spec), *_groups(spec), *_policies(spec), *_engines_apart(spec)]
+    return [
+        *_pipeline(spec),
+        *_groups(spec),
+        *_policies(spec),
+        *_evaluation(spec),
+        *_engines_apart(spec),
+    ]
 
 
 def _engines_apart(spec: JobSpec) -> Iterator[str]:
@@ -51,6 +58,16 @@ def _pipeline(spec: JobSpec) -> Iterator[str]:
         yield (
             f"pipeline.max_refills = {pipeline.max_refills}: without effect without "
             "`dynamic_sampling`; set that, or leave it out"
+        )
+
+
+def _evaluation(spec: JobSpec) -> Iterator[str]:
+    if spec.evaluation.queries:
+        return
+    for given in _given(spec.evaluation, EvaluationSpec.model_fields):
+        yield (
+            f"evaluation.{given}: without effect without `queries`, of which there is no default "
+            "here; set that, or leave it out"
         )
 
 

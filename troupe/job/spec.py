@@ -489,6 +489,13 @@ class JobSpec(JobFields):
                 "it would drop rows, whose rewards have no meaning",
             ),
             (
+                "pipeline.max_uses",
+                self.pipeline.max_uses > 1,
+                "rows would be learned again in the steps after theirs, also in those of "
+                "reinforcement learning; set it to 1, or make these steps in a job of their own, "
+                "and begin with its checkpoint",
+            ),
+            (
                 "algorithm.kl_coefficient",
                 self.algorithm.kl_coefficient > 0 and not self.offline_only,
                 "it would measure from the weights before these steps; make them in a job of "

@@ -187,8 +187,8 @@ class PipelineSpec(Section):
     """Optimizer steps that a sample may contribute to; above 1 only in mode `async`, within
     `alpha`."""
     required_columns: list[ColumnName] = Field(default=[], max_length=64)
-    """Columns, in addition to the reward, that must be filled before a sample is trained. Workflows
-    and other services fill them."""
+    """Columns, in addition to the reward, that must be filled before a sample is trained, except
+    demonstrations. Workflows and other services fill them."""
 
     @field_validator("required_columns")
     @classmethod
