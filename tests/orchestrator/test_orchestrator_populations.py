@@ -6,7 +6,9 @@ import asyncio
 import shutil
 
 import pytest
+from redis.asyncio import Redis
 
+from services.orchestrator.state.redis import JobKeys
 from tests.orchestrator.playing import (
     MATCHES,
     game,
@@ -17,7 +19,7 @@ from tests.orchestrator.playing import (
 )
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import PATIENCE, until
-from troupe.rpc import InvalidArgument, NotFound
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
@@ -234,6 +236,43 @@ async def test_retired_versions_are_kept_while_they_may_be_drawn(cluster: Cluste
     kept = {f"{path.parent.name}@{path.name[1:]}" for path in folder.glob("*/v*")}
     assert kept >= {m.member_id for m in members} - retired
     assert kept != {m.member_id for m in members}, "what nobody plays any more is gone"
+
+
+async def test_a_complete_population_is_not_resumed_for_nothing(cluster: Cluster) -> None:
+    newer_wins(cluster)
+    section = {"iteration_steps": 1, "matches": MATCHES, "stop": {"iterations": 1}}
+    job_id = await cluster.submit(game(population=section))
+    job = await cluster.wait(job_id)
+    assert (job.state, job.step) == (common_pb.JOB_STATE_SUCCEEDED, 1), job.problem
+    changes: list[dict[str, str]] = [
+        {},
+        {"pipeline.steps": "9"},
+        {"population.engine": "{replicas: 2}"},
+        {"population.stop.patience": "3"},
+    ]
+    for overrides in changes:
+        with pytest.raises(FailedPrecondition, match="would be again: 1 iterations") as refused:
+            await cluster.resume(job_id, overrides=overrides)
+        assert (refused.value.kind, refused.value.field) == ("nothing_left", "population.stop")
+    await cluster.resume(job_id, overrides={"population.stop.iterations": "5"})
+    job = await cluster.wait(job_id)
+    assert (job.state, job.step) == (common_pb.JOB_STATE_SUCCEEDED, 4), job.problem
+    # All steps are done, whatever the population's rule.
+    with pytest.raises(FailedPrecondition, match="all of its 4 steps"):
+        await cluster.resume(job_id, overrides={"population.stop.iterations": "9"})
+
+
+async def test_the_time_of_a_population_does_not_count_the_queue(cluster: Cluster) -> None:
+    newer_wins(cluster)
+    section = {"iteration_steps": 1, "matches": MATCHES, "stop": {"seconds": 0.001}}
+    job_id = await cluster.submit(game(population=section))
+    job = await cluster.wait(job_id)
+    assert (job.state, job.step) == (common_pb.JOB_STATE_SUCCEEDED, 0), job.problem
+    async with Redis.from_url(cluster.settings.redis_url) as redis:
+        await redis.hset(JobKeys(job_id).record, "created_at", "1.0")  # it waited for long
+    await cluster.resume(job_id, overrides={"population.stop.seconds": "1000000"})
+    job = await cluster.wait(job_id)
+    assert (job.state, job.step) == (common_pb.JOB_STATE_SUCCEEDED, 4), job.problem
 
 
 @pytest.mark.parametrize("limit", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])

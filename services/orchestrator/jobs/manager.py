@@ -204,7 +204,7 @@ class Jobs:
                     )
                 self._launch_if_left(record)
                 return record
-            _check_goes_on(record, spec or record.spec())
+            await self._check_goes_on(record, spec or record.spec())
             self._check_turns(job_id, spec or record.spec())
             record = await self._shared.store.move(
                 job_id,
@@ -226,6 +226,44 @@ class Jobs:
             await self._guard.begin(job_id)
             self.launch(job_id)
             return record
+
+    async def _check_goes_on(self, record: JobRecord, spec: JobSpec) -> None:
+        """Raise `FailedPrecondition` for a job that has succeeded and would do nothing under
+        `spec`, or could not continue exactly."""
+        if record.state != common_pb.JOB_STATE_SUCCEEDED:
+            return
+        if spec.pipeline.max_uses > 1:
+            raise FailedPrecondition(
+                f"job {record.job_id} has succeeded, and its rows for reuse are gone: it cannot go "
+                "on as if it had not ended",
+                kind="rows_gone",
+                field="pipeline.max_uses",
+                value=spec.pipeline.max_uses,
+                remedy=f"Submit a new job whose policies have `init_from: {record.job_id}`.",
+            )
+        if spec.pipeline.steps <= record.step:
+            raise FailedPrecondition(
+                f"job {record.job_id} has done all of its {record.step} steps",
+                kind="nothing_left",
+                field="pipeline.steps",
+                value=spec.pipeline.steps,
+                remedy=f"Give it more: troupe jobs resume {record.job_id} --set "
+                f"pipeline.steps={2 * max(record.step, 1)}.",
+            )
+        if record.early_end and (end := EarlyEnd.of(spec, record)) is not None:
+            raise _ends_again(record, spec, end)
+        populations, seconds = self._shared.populations, record.seconds_since_start
+        if spec.population is not None and (
+            why := await populations.complete(record.job_id, spec, seconds)
+        ):
+            raise FailedPrecondition(
+                f"the population of job {record.job_id} is complete after step {record.step}, and "
+                f"would be again: {why}",
+                kind="nothing_left",
+                field="population.stop",
+                remedy="Resume it with another `population.stop`: --set "
+                "population.stop.iterations=ITERATIONS.",
+            )
 
     async def cancel(self, job_id: str, reason: str) -> JobRecord:
         """End the job now. Committed versions and checkpoints stay."""
@@ -485,34 +523,6 @@ async def _parse(text: str, overrides: Mapping[str, str] | None = None) -> JobSp
         return await parse_job_in_thread(text, overrides=overrides)
     except JobSpecError as error:
         raise _explain(error) from error
-
-
-def _check_goes_on(record: JobRecord, spec: JobSpec) -> None:
-    """Raise `FailedPrecondition` for a job that has succeeded and would do nothing under `spec`, or
-    could not continue exactly."""
-    if record.state != common_pb.JOB_STATE_SUCCEEDED:
-        return
-    if spec.pipeline.max_uses > 1:
-        raise FailedPrecondition(
-            f"job {record.job_id} has succeeded, and its rows for reuse are gone: it cannot go on "
-            "as if it had not ended",
-            kind="rows_gone",
-            field="pipeline.max_uses",
-            value=spec.pipeline.max_uses,
-            remedy=f"Submit a new job whose policies have `init_from: {record.job_id}`.",
-        )
-    grows = spec.population is not None and spec.population != record.spec().population
-    if spec.pipeline.steps <= record.step and not grows:
-        raise FailedPrecondition(
-            f"job {record.job_id} has done all of its {record.step} steps",
-            kind="nothing_left",
-            field="pipeline.steps",
-            value=spec.pipeline.steps,
-            remedy=f"Give it more: troupe jobs resume {record.job_id} --set "
-            f"pipeline.steps={2 * max(record.step, 1)}.",
-        )
-    if record.early_end and (end := EarlyEnd.of(spec, record)) is not None:
-        raise _ends_again(record, spec, end)
 
 
 def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -200,9 +199,8 @@ class JobProgress:
         if self._ends.decided is not None and not self.finished:
             return  # the open steps of an earlier runner come first, then the end
         if self._population is not None:
-            began = self._record.started_at or self._record.created_at
             await self._population.catch_up(
-                step, finished=self.finished, seconds=time.time() - began
+                step, finished=self.finished, seconds=self._record.seconds_since_start
             )
         # Checkpoints first, so that a failing evaluation does not cost one.
         if step > 0 and self._due(spec.checkpoint.every) and self._record.checkpointed != step:

@@ -295,3 +295,25 @@ def _rules(population: PopulationSpec) -> LeagueRules:
         freeze_at=league.freeze_at,
         freeze_after=league.freeze_after,
     )
+
+
+def stop_reason(spec: JobSpec, state: PopulationState, seconds: float) -> str:
+    """Return why the population is complete after its newest iteration, `seconds` after the job
+    began; empty if it is not."""
+    stop = sections(spec)[0].stop
+    newest = state.history[-1].nash_conv
+    if stop.nash_conv is not None and newest is not None and newest <= stop.nash_conv:
+        return f"NashConv is {newest:.4g}"
+    if stop.improvement is not None and len(state.history) > stop.patience:
+        last = state.history[-stop.patience :]
+        gains = [gain for one in last for gain in one.gains.values()]
+        if all(one.gains for one in last) and max(gains) <= stop.improvement:
+            return (
+                f"new members got at most {max(gains):.4g} more than earlier members in "
+                f"{stop.patience} iterations"
+            )
+    if stop.iterations is not None and state.iteration >= stop.iterations:
+        return f"{state.iteration} iterations are over"
+    if stop.seconds is not None and seconds >= stop.seconds:
+        return f"{seconds:.0f} s have passed"
+    return ""

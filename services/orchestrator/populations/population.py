@@ -27,6 +27,7 @@ from services.orchestrator.populations.decisions import (
     sections,
     settle_due,
     solution,
+    stop_reason,
 )
 from services.orchestrator.populations.exact import ExactPayoffs
 from services.orchestrator.populations.slots import MemberWeights, Slots, member_id_of
@@ -104,7 +105,7 @@ class PopulationRun:
         if state.stopped:
             # The job may have been resumed with another `population.stop`.
             record = await job.shared.store.get(job.job_id)
-            if not found._stop_reason(time.time() - record.created_at):
+            if not stop_reason(job.spec, state, record.seconds_since_start):
                 state.stopped = ""
         return found
 
@@ -203,7 +204,7 @@ class PopulationRun:
         state.mixtures = mixtures(self._job.spec, state)
         state.casting = None
         state.pending = False
-        state.stopped = self._stop_reason(seconds)
+        state.stopped = stop_reason(self._job.spec, state, seconds)
         await self._save()
         if state.stopped:
             await self._job.info(f"the population is complete: {state.stopped}")
@@ -274,25 +275,6 @@ class PopulationRun:
         self._trainers.began_with(state.began_with)
         await self._save()
         await self._job.info(f"{names}: the next best response starts from the first weights")
-
-    def _stop_reason(self, seconds: float) -> str:
-        stop, state = self._population.stop, self.state
-        newest = state.history[-1].nash_conv
-        if stop.nash_conv is not None and newest is not None and newest <= stop.nash_conv:
-            return f"NashConv is {newest:.4g}"
-        if stop.improvement is not None and len(state.history) > stop.patience:
-            last = state.history[-stop.patience :]
-            gains = [gain for one in last for gain in one.gains.values()]
-            if all(one.gains for one in last) and max(gains) <= stop.improvement:
-                return (
-                    f"new members got at most {max(gains):.4g} more than earlier members in "
-                    f"{stop.patience} iterations"
-                )
-        if stop.iterations is not None and state.iteration >= stop.iterations:
-            return f"{state.iteration} iterations are over"
-        if stop.seconds is not None and seconds >= stop.seconds:
-            return f"{seconds:.0f} s have passed"
-        return ""
 
     async def _save(self) -> None:
         await self._store.save(self._job.job_id, self._job.epoch, self.state)

@@ -13,6 +13,7 @@ from services.orchestrator.populations import on_demand
 from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import not_a_page
 from services.orchestrator.state.redis import JobKeys, RedisAccess
+from troupe.job import JobSpec
 from troupe.rpc import NotFound
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
@@ -56,6 +57,15 @@ class PopulationStore:
         # Imports numpy and scipy in a thread, or raises an error that names the missing library.
         await on_demand("decisions")
         return PopulationState.from_fields(fields)
+
+    async def complete(self, job_id: str, spec: JobSpec, seconds: float) -> str:
+        """Return why a population that was complete still is under `spec`, `seconds` after the job
+        began; empty if it goes on."""
+        state = await self.load(job_id)
+        if state is None or not state.stopped:
+            return ""
+        why: str = (await on_demand("decisions")).stop_reason(spec, state, seconds)
+        return why
 
     async def save(self, job_id: str, epoch: int, state: PopulationState) -> None:
         """Replace the record. Raises `Superseded`."""

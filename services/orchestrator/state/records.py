@@ -182,6 +182,11 @@ class JobRecord:
         return self.state in TERMINAL
 
     @property
+    def seconds_since_start(self) -> float:
+        """Seconds since the job began; before it has, since its submission."""
+        return time.time() - (self.started_at or self.created_at)
+
+    @property
     def state_name(self) -> str:
         """The state without its prefix: RUNNING."""
         return common_pb.JobState.Name(self.state).removeprefix("JOB_STATE_")
