@@ -352,6 +352,8 @@ class Jobs:
     def _check_turns(self, job_id: str, spec: JobSpec) -> None:
         """Raise `FailedPrecondition` if this job and one that runs would be on the same devices, of
         which one of them takes turns with its own trainers only."""
+        if self._shared.queue.one_at_a_time:
+            return  # it waits until the other has ended
         workers = self._shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
         if not any(one.beat.devices for one in workers):
             return

@@ -28,6 +28,11 @@ class JobQueue:
         """Whether another job would wait."""
         return bool(self._most) and self._free <= 0
 
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether no two jobs run at the same time."""
+        return self._most == 1 and len(self._running) <= 1
+
     def keep(self, job_id: str) -> None:
         """Give a place to a job that ran under an earlier orchestrator, whatever the limit is."""
         self._running.add(job_id)

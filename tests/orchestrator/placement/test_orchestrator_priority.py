@@ -46,6 +46,27 @@ async def running(cluster: Cluster) -> str:
     return job_id
 
 
+async def test_jobs_that_colocate_wait_in_line_too(house: Cluster) -> None:
+    """They are never on the devices together, so neither is refused."""
+    house.rollouts[0].script.devices = [
+        orchestrator_pb.GivenDevice(index=0, device_class="H100", memory_bytes=80 << 30)
+    ]
+
+    async def is_reported() -> bool:
+        picture = await house.api.GetCluster(orchestrator_pb.GetClusterRequest())
+        return any(one.devices for one in picture.workers)
+
+    await until(is_reported)
+    turns = {"pipeline.mode": "sync", "pipeline.colocate": True}
+    first = await house.submit(one("first", pipeline__steps=100_000, **turns))
+    await house.until(first, lambda job: job.step > 0)
+    second, third = await house.submit(one("second", **turns)), await house.submit(one("third"))
+    await house.until(third, lambda job: "at place 2" in job.activity)
+    await house.cancel(first)
+    for job_id in (second, third):
+        assert (await house.wait(job_id)).state == SUCCEEDED
+
+
 async def test_jobs_wait_in_line_by_priority(house: Cluster) -> None:
     first = await running(house)
     low, high, same = [
