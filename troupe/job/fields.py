@@ -133,8 +133,16 @@ class JobFields(Section):
         spec = self.algorithm.distillation
         if spec is None or spec.divergence != "full":
             return ()
-        own = (one for agent, one in spec.teachers.items() if self.agents[agent].policy == policy)
-        return tuple(sorted(set(own)))
+        learned = self._learned_agents(policy)
+        return tuple(sorted({one for agent, one in spec.teachers.items() if agent in learned}))
+
+    def _learned_agents(self, policy: str) -> set[str]:
+        """Return the agents whose samples a policy learns: its own, and in a population those whose
+        seats it takes."""
+        found = {name for name, agent in self.agents.items() if agent.policy == policy}
+        if self.pools is not None:
+            found.update(self.pools.seats.get(policy, ()))
+        return found
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSpec]:
@@ -202,9 +210,7 @@ class JobFields(Section):
 
     def constant_tokens(self, policy: str) -> int:
         """Divisor of `normalize: constant` per sequence of a policy, in tokens."""
-        agents = {name for name, agent in self.agents.items() if agent.policy == policy}
-        if (pools := self.pools) is not None:
-            agents.update(pools.seats[policy])
+        agents = self._learned_agents(policy)
         own = (self.agents[name].sampling.max_new_tokens for name in agents)
         # A teacher may have no agent, but then it has no loss.
         return self.algorithm.constant_tokens or max(own, default=1)

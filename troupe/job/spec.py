@@ -434,6 +434,8 @@ class JobSpec(JobFields):
             if teacher not in self.policies:
                 known = ", ".join(sorted(self.policies))
                 raise ValueError(f"{field}: '{teacher}' is not a policy; known: {known}")
+            if teacher in self.slots:
+                raise ValueError(f"{field}: {_of_slot(teacher)}")
             student, wise = self.policies[self.agents[agent].policy], self.policies[teacher]
             if wise.trainable or not student.trainable:
                 which = teacher if wise.trainable else self.agents[agent].policy
@@ -629,6 +631,14 @@ def _check_judges(job: JobSpec, field: str, evaluation: EvaluationSpec) -> None:
             raise ValueError(f"{field}.judges: '{judge}' is not an agent; known: {known}")
 
 
+def _of_slot(policy: str) -> str:
+    """Return why a slot of the population cannot be named where a frozen policy is meant."""
+    return (
+        f"'{policy}' is a slot of the population, which serves one member after another; name a "
+        "frozen policy of the job"
+    )
+
+
 def _check_contributions(job: JobSpec, field: str, name: str) -> None:
     """Raise ValueError that names the field if agents of evaluation `name` cannot be replaced."""
     evaluation = job.evaluation_of(name)
@@ -640,6 +650,8 @@ def _check_contributions(job: JobSpec, field: str, name: str) -> None:
         if spec.by not in job.policies:
             known = ", ".join(sorted(job.policies))
             raise ValueError(f"{field}.by: '{spec.by}' is not a policy; known: {known}")
+        if spec.by in job.slots:
+            raise ValueError(f"{field}.by: {_of_slot(spec.by)}")
         if job.policies[spec.by].trainable:
             raise ValueError(
                 f"{field}.by: '{spec.by}' is trained, so contributions before and after would "

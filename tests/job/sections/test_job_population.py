@@ -168,3 +168,28 @@ def test_a_step_has_a_query_for_every_learner() -> None:
 def test_names_of_meta_solvers_equal_the_solvers_own() -> None:
     assert get_args(MetaSolverName) == get_args(MetaSolver)
     assert get_args(WeightingName) == get_args(Weighting)
+
+
+def test_every_learner_of_an_agent_has_its_teacher() -> None:
+    """Also a learner that no agent names: without rewards it would learn nothing."""
+    spec = job(symmetric=True, learners={"spy": {"agents": ["alice"]}})
+    spec["policies"] |= {"spy": MODEL, "wise": MODEL | {"trainable": False}}
+    spec["algorithm"] = {"distillation": {"teachers": {"alice": "wise"}}}
+    found = parse_job(yaml.safe_dump(spec))
+    assert {name: found.teachers_of(name) for name in found.policies} == {
+        **dict.fromkeys(found.policies, ()),
+        "player": ("wise",),
+        "spy": ("wise",),
+    }
+    spec["population"]["learners"]["spy"]["agents"] = ["bob"]
+    assert parse_job(yaml.safe_dump(spec)).teachers_of("spy") == ()
+
+
+def test_a_slot_is_no_frozen_policy_of_the_job() -> None:
+    spec = job()
+    spec["algorithm"] = {"distillation": {"teachers": {"alice": "all--0"}}}
+    assert "distillation.teachers.alice: 'all--0' is a slot" in fault(spec)
+    del spec["algorithm"]
+    by = {"queries": 1, "by": "all--0", "agents": ["alice"]}
+    spec["evaluation"] = {"queries": 2, "contributions": by}
+    assert "evaluation.contributions.by: 'all--0' is a slot" in fault(spec)
