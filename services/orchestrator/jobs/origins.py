@@ -111,7 +111,7 @@ async def _of_job(
     value = f"{given.job}@{version}"
     adapter = await asyncio.to_thread(examine, field, spec.policies[name], there[version], value)
     if adapter:
-        _check_base(field, spec, name, source, theirs, value)
+        _check_base(field, spec, name, record, theirs, value)
     place = Path(FOLDER) / name / f"v{version}"
     origin = Origin(str(place), given.job, theirs, version, "", adapter, given.optimizer)
     if given.optimizer:
@@ -169,17 +169,26 @@ async def _hold_state(
 
 
 def _check_base(
-    field: str, spec: JobSpec, name: str, source: JobSpec, theirs: str, value: str
+    field: str, spec: JobSpec, name: str, record: JobRecord, theirs: str, value: str
 ) -> None:
-    """Raise `InvalidArgument` unless an adapter's base is the policy's model."""
+    """Raise `InvalidArgument` unless an adapter's base is the policy's model: in the job `record`,
+    the model, or the checkpoint that replaced it (`init_from`)."""
+    source = with_origins(record.spec(), record.origins, record.directory)
     ours, its = (one.language_model for one in (spec.policies[name], source.policies[theirs]))
     if (ours.path, ours.config, ours.revision) != (its.path, its.config, its.revision):
+        replaced = its.path != record.spec().policies[theirs].language_model.path
+        remedy = f"Give policies.{name}.model the `model` of that job's policy."
+        if replaced:
+            remedy = (
+                f"Set policies.{name}.model.path to that directory, or export the adapter merged "
+                "(`troupe export --merged`) and begin with the exported directory."
+            )
         raise InvalidArgument(
             f"is an adapter of another base, {its.path or 'of random weights'}",
             kind="init_from_mismatch",
             field=field,
             value=value,
-            remedy=f"Give policies.{name}.model the `model` of that job's policy.",
+            remedy=remedy,
         )
 
 

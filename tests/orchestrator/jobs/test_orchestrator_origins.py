@@ -236,3 +236,24 @@ async def test_a_refused_submission_leaves_nothing_that_the_next_one_begins_with
     assert (init / "checker" / "v2" / "model.safetensors").read_bytes() == b"second"
     states = [one.name for one in (init / "state" / "checker").iterdir()]
     assert states == [f"v2-{second[-8:]}abcd"]
+
+
+async def test_the_base_of_an_adapter_is_the_checkpoint_that_its_policy_began_with(
+    cluster: Cluster,
+) -> None:
+    """Not its `model`, of which that checkpoint took the place."""
+    first = await finished(cluster)
+    lora = {"policies__solver__lora": {"rank": 8, "alpha": 16}}
+    second = await finished(cluster, **lora, **{SOLVER: first})
+    adapter = cluster.directory / second / "checkpoints" / "solver" / "v2"
+    (adapter / "config.json").unlink()
+    (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    with pytest.raises(InvalidArgument, match="is an adapter of another base") as refused:
+        await cluster.submit(job_yaml("student", **lora, **{SOLVER: second}))
+    base = str(cluster.directory / second / "init" / "solver" / "v2")
+    assert refused.value.kind == "init_from_mismatch"
+    assert base in refused.value.message
+    assert "policies.solver.model.path" in (refused.value.remedy or "")
+    model = {"policies__solver__model": {"path": base, "tokenizer": "somewhere"}}
+    job_id = await cluster.submit(job_yaml("student", **lora, **model, **{SOLVER: second}))
+    assert (await cluster.job(job_id)).origins["solver"].job_id == second
