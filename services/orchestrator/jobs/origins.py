@@ -190,6 +190,15 @@ def _check_base(
             value=value,
             remedy=remedy,
         )
+    if its.path is None and spec.seed != source.seed:
+        raise InvalidArgument(
+            f"is an adapter of random weights, which follow from the seed {source.seed} of job "
+            f"{record.job_id}",
+            kind="init_from_mismatch",
+            field=field,
+            value=value,
+            remedy=f"Set `seed` to {source.seed}, as in that job.",
+        )
 
 
 def _of_path(spec: JobSpec, name: str, given: InitFromSpec) -> Origin:

@@ -257,3 +257,15 @@ async def test_the_base_of_an_adapter_is_the_checkpoint_that_its_policy_began_wi
     model = {"policies__solver__model": {"path": base, "tokenizer": "somewhere"}}
     job_id = await cluster.submit(job_yaml("student", **lora, **model, **{SOLVER: second}))
     assert (await cluster.job(job_id)).origins["solver"].job_id == second
+
+
+async def test_an_adapter_of_random_weights_needs_their_seed(cluster: Cluster) -> None:
+    lora = {"policies__solver__lora": {"rank": 8, "alpha": 16}}
+    source = await finished(cluster, **lora, seed=3)
+    adapter = cluster.directory / source / "checkpoints" / "solver" / "v2"
+    (adapter / "config.json").unlink()
+    (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    with pytest.raises(InvalidArgument, match="follow from the seed 3") as refused:
+        await cluster.submit(job_yaml("student", **lora, **{SOLVER: source}, seed=4))
+    assert refused.value.kind == "init_from_mismatch"
+    await cluster.submit(job_yaml("student", **lora, **{SOLVER: source}, seed=3))
