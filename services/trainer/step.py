@@ -18,6 +18,7 @@ import structlog
 from services.trainer.binding import PolicyBinding
 from services.trainer.claims import Claim, StepClaims, bounds_of, is_lost, last_refs, refs_of
 from services.trainer.compute import Compute
+from services.trainer.learning.learner import learning_rates
 from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import SuspendedStep
@@ -135,8 +136,10 @@ class Attempt:
                 store_pb.STEP_OUTCOME_EMPTY, "", binding.versions.weights, gone
             )
         binding.versions.dirty = True
+        version = binding.versions.committed
+        rates = learning_rates(binding.spec, binding.policy, version, self._run.step)
         outcome = await self._compute.run(
-            binding.draw, binding.learner.apply, binding.versions.committed, self._run.stop
+            binding.draw, binding.learner.apply, version, self._run.stop, rates
         )
         self._run.kept = outcome.kept
         binding.versions.dirty = outcome.applied or outcome.moved

@@ -204,6 +204,23 @@ async def test_state_that_is_ahead_of_the_store_is_refused(stage: TrainingStage)
     assert caught.value.kind == "frontier_mismatch"
 
 
+async def test_a_step_after_demonstrations_of_others_has_its_own_learning_rate(
+    stage: TrainingStage,
+) -> None:
+    shown = {"tasks": {"source": "nowhere:rows"}, "steps": 1, "lr": 0.5}
+    spec = stage.spec(supervised=shown, optimizer={"lr": 1e-3})
+    trainer = await stage.trainer()
+    await stage.open()
+    await trainer.bind(spec)
+    model = stage.first_model(spec)
+    for query, trajectory, _ in stage.rollouts(model):
+        await stage.append(query, trajectory, [])
+    assert (await trainer.run(0, 0)).outcome == store_pb.STEP_OUTCOME_EMPTY
+    await stage.open(1)
+    await stage.play(model, step=1)
+    assert (await trainer.run(1, 0)).metrics["lr"] == 1e-3
+
+
 async def test_reused_samples_are_counted(stage: TrainingStage) -> None:
     """Replay: what step 0 trained is trained once more in step 1."""
     pipeline = {"mode": "async", "steps": 10, "queries_per_step": 2, "max_uses": 2}

@@ -23,7 +23,6 @@ from services.trainer.learning.optimizer import (
     Gradients,
     export_moments,
     import_moments,
-    learning_rate,
     make_optimizer,
 )
 from services.trainer.learning.ranks import RankBatches, RankGroup
@@ -224,10 +223,6 @@ class Critic:
         """Turn the summed gradient into a mean over tokens, clip it, and return its norm before
         clipping."""
         return self.gradients.finish(max(self._tokens, 1), self._spec.optimizer.max_grad_norm)
-
-    def rate(self, version: int, steps: int) -> float:
-        """Return the learning rate of the step from `version` of at most `steps`."""
-        return learning_rate(self._spec.optimizer, version, steps)
 
     def step(self, rate: float) -> None:
         """Update the weights after `finish`, at this learning rate."""

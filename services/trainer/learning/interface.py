@@ -149,8 +149,9 @@ class PolicyLearner(ABC, Generic[R]):
     ) -> Applied:
         """Step from `version` to the next version with the accumulated gradients, then forget them.
 
-        `rates`: the metrics of a step that was made before, whose learning rates this one has: the
-        job's may have changed since.
+        `rates`: the step's learning rates, by their metrics, among which others may be: of a step
+        that was made before, all metrics that it had. Default: by the schedule, of a step whose
+        number is `version`.
 
         A step that is not applied leaves weights and moments unchanged, bit for bit, unless the
         result has `moved` set. Raises `Stopped`.

@@ -464,6 +464,28 @@ def _functions_of(spec: JobSpec) -> AlgorithmFunctions:
         raise as_invalid_argument(error) from error
 
 
+def learning_rates(job: JobSpec, policy: str, version: int, step: int) -> dict[str, float]:
+    """Return the learning rates of a policy's `step`, counted from 0, from `version`, by their
+    metrics.
+
+    A schedule counts versions, as a step that is not applied does not use up its rate. In a job
+    that first learns from rows it counts steps: a policy without rows there has made no version
+    when the other steps begin.
+    """
+    optimizer, steps, done = job.policies[policy].optimizer, job.pipeline.steps, version
+    offline = job.offline
+    if offline is not None and job.is_offline(step):
+        optimizer = optimizer.model_copy(update={"lr": offline.lr or optimizer.lr})
+        steps, done = offline.steps, step
+    elif offline is not None:
+        steps, done = steps - offline.steps, step - offline.steps
+    rates = {metric_names.LEARNING_RATE: learning_rate(optimizer, done, steps)}
+    if (critic := job.algorithm.value_function) is not None:
+        rate = learning_rate(critic.optimizer, done, steps)
+        rates[metric_names.CRITIC_LEARNING_RATE] = rate
+    return rates
+
+
 class Learner(PolicyLearner[Row]):
     """The learner of one policy's language model on one device, or of one rank's part of it.
 
@@ -627,8 +649,10 @@ class Learner(PolicyLearner[Row]):
         self.complete(stop)
         started = time.perf_counter()
         several = self._job.algorithm.updates > 1
-        own = self._rates(version)
-        rates = own if rates is None else {name: rates.get(name, own[name]) for name in own}
+        own, rates = learning_rates(self._job, self._name, version, version), rates or {}
+        if self._critic is None:
+            own.pop(metric_names.CRITIC_LEARNING_RATE, None)
+        rates = {name: rates.get(name, own[name]) for name in own}
         reason = self._run_updates(version, rates, stop) if several else self._update(rates)
         sums = self._step.sums
         sums.tokens = self._ranks.merged(sums.tokens)
@@ -659,20 +683,6 @@ class Learner(PolicyLearner[Row]):
         self.discard()
         self._pooled.leave()
         return Applied(not reason, why.reason, metrics, digest, moved, why.fault, kept)
-
-    def _rates(self, version: int) -> dict[str, float]:
-        """Return the learning rates of the step from `version`, by their metrics."""
-        optimizer, steps = self._policy.optimizer, self._job.pipeline.steps
-        offline = self._job.offline
-        if offline is not None and version < offline.steps:
-            optimizer = optimizer.model_copy(update={"lr": offline.lr or optimizer.lr})
-            steps = offline.steps
-        elif offline is not None:
-            version, steps = version - offline.steps, steps - offline.steps
-        rates = {metric_names.LEARNING_RATE: learning_rate(optimizer, version, steps)}
-        if self._critic is not None:
-            rates[metric_names.CRITIC_LEARNING_RATE] = self._critic.rate(version, steps)
-        return rates
 
     def _update(self, rates: Mapping[str, float]) -> str:
         """Make one update from the accumulated gradient at these learning rates.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.references import TRL, ReferenceUnavailable, reference_python
-from services.trainer.learning.learner import Learner
+from services.trainer.learning.learner import Learner, learning_rates
 from services.trainer.learning.model import load_model
 from services.trainer.learning.optimizer import learning_rate
 from services.trainer.learning.samples import Row, parse_rows
@@ -135,6 +135,21 @@ def test_supervised_steps_have_their_own_schedule(tokenizer: Path) -> None:
     spec = learner._policy.optimizer
     assert rates[:2] == [0.5, 0.0]
     assert rates[2:] == [learning_rate(spec, 0, 6), learning_rate(spec, 5, 6)]
+
+
+def test_a_policy_without_rows_does_not_begin_with_the_rate_of_those_steps(
+    tokenizer: Path,
+) -> None:
+    """It has made no version when reinforcement learning begins, and other policies have."""
+    shown = {"tasks": {"source": "nowhere:rows"}, "steps": 4, "lr": 0.5}
+    optimizer = {"lr": 0.1, "schedule": "linear", "final_lr_fraction": 0.0}
+    spec = make_spec(tokenizer, supervised=shown, optimizer=optimizer)
+    for version in (0, 4):
+        rates = [learning_rates(spec, "solver", version, step)["lr"] for step in (3, 4, 9)]
+        assert rates == [0.0, 0.1, 0.0]
+    # Without such steps, a step that was skipped does not use up its rate.
+    plain = make_spec(tokenizer, optimizer=optimizer)
+    assert learning_rates(plain, "solver", 3, 5) == learning_rates(plain, "solver", 3, 3)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
