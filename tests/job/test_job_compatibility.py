@@ -99,6 +99,17 @@ def test_a_field_that_may_not_change_has_a_reason(path: str, why: str) -> None:
     assert why in reason(path)
 
 
+def test_a_type_that_follows_from_another_kind_of_engine_is_to_be_named() -> None:
+    path = {"policies__solver__model": {"path": "/models/solver"}}
+    old, new = spec(**path), spec(**path, policies__solver__engine={"kind": "sglang"})
+    [found] = incompatible(old, new, steps_done=1)
+    assert (found.path, found.old, found.new) == ("policies.solver.model.dtype", "float32", "auto")
+    assert "name the old value" in reason(found.path)
+    path["policies__solver__model"]["dtype"] = "float32"
+    new = spec(**path, policies__solver__engine={"kind": "sglang"})
+    assert incompatible(old, new, steps_done=1) == []
+
+
 def test_steps_that_are_done_cannot_be_undone() -> None:
     assert incompatible(spec(), spec(pipeline__steps=1), steps_done=1) == []
     found = incompatible(spec(), spec(pipeline__steps=1), steps_done=2)

@@ -190,6 +190,11 @@ _REASONS: Final = (
     ("seed", "the order of tasks and all randomness follow from it"),
     ("tasks", "steps have taken tasks in its order, and the next ones must not repeat them"),
     ("curriculum", "the success rates that it has measured choose the next tasks"),
+    (
+        "policies.*.model.dtype",
+        "the trained weights have that type; its default follows from engine.kind, so name the old "
+        "value",
+    ),
     ("policies.*.model", "the trained weights belong to this model"),
     ("policies.*.network", "the trained weights belong to this network"),
     ("policies.*.lora", "the trained weights belong to this adapter"),
