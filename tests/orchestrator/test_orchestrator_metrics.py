@@ -236,6 +236,30 @@ async def test_the_fifth_step_in_a_row_without_a_signal_says_what_to_do() -> Non
         assert remedy in warned[0]
 
 
+async def test_a_policy_without_rows_is_named_once_while_others_learn_from_rows() -> None:
+    warned: list[str] = []
+
+    class Job:
+        complaints: ClassVar[Counter[str]] = Counter()
+        spec = parse_job(
+            job_yaml(supervised={"tasks": {"source": "a.b:Rows"}, "steps": 2, "agent": "solver"})
+        )
+
+        async def warn(self, text: str) -> None:
+            warned.append(text)
+
+    job: Any = Job()
+    for step in range(4):
+        empty = store_pb.STEP_OUTCOME_EMPTY
+        commit = store_pb.StepCommit(policy="checker", step=step, outcome=empty)
+        await warn_of(job, f"step {step + 1}", commit)
+    assert warned == [
+        "step 1: there was no row to learn from for checker",
+        "step 3: there was no sample for checker",
+        "step 4: there was no sample for checker",
+    ]
+
+
 @given(st.lists(st.floats(0, 100), min_size=1), st.floats(0, 1))
 def test_a_percentile_is_one_of_the_values(values: list[float], fraction: float) -> None:
     found = percentile(values, fraction)

@@ -95,8 +95,13 @@ async def warn_of(job: JobContext, step: str, commit: store_pb.StepCommit) -> No
     policy = commit.policy
     if commit.outcome == store_pb.STEP_OUTCOME_SKIPPED:
         await job.warn(f"{step}: {policy} skipped its update, so its weights stay: {commit.reason}")
-    elif commit.outcome == store_pb.STEP_OUTCOME_EMPTY:
+    elif commit.outcome == store_pb.STEP_OUTCOME_EMPTY and not job.spec.is_offline(commit.step):
         await job.warn(f"{step}: there was no sample for {policy}")
+    elif commit.outcome == store_pb.STEP_OUTCOME_EMPTY:
+        # Nor in the next steps, perhaps: the rows are those of other agents.
+        job.complaints[f"no row/{policy}"] += 1
+        if job.complaints[f"no row/{policy}"] == 1:
+            await job.warn(f"{step}: there was no row to learn from for {policy}")
     flat = without_signal(commit, job.spec.algorithm)
     in_a_row = job.complaints[f"no signal/{policy}"] + 1 if flat else 0
     job.complaints[f"no signal/{policy}"] = in_a_row
