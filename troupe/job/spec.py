@@ -771,6 +771,7 @@ def _foreign_to_steps(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
         field = f"evaluations.{name}" if name else "evaluation"
         yield f"{field}.temperature", (one.temperature or 0) != 0, temperature
         words = "networks write no replies; remove it"
+        yield f"{field}.answer_pattern", one.answer_pattern is not None, words
         yield f"{field}.judges", bool(one.judges), words
         yield f"{field}.contributions", one.contributions is not None, words
 

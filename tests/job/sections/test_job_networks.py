@@ -68,6 +68,7 @@ def test_a_job_of_networks_is_read_back_as_it_is() -> None:
         ({"pipeline__rollout": "batch"}, "pipeline.rollout"),
         ({"pipeline__required_columns": ["x"]}, "pipeline.required_columns"),
         ({"evaluation": {"temperature": 0.5}}, "evaluation.temperature"),
+        ({"evaluation": {"answer_pattern": "x"}}, "evaluation.answer_pattern"),
         ({"policies__team__lora": {"rank": 2}}, "policies.team: lora"),
         ({"policies__team__optimizer": {"lr": 1.0}}, "policies.team: optimizer"),
         ({"policies__team__engine": {"kind": "sglang"}}, "policies.team: engine"),

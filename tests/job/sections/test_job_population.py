@@ -41,6 +41,17 @@ def test_slots_are_untrained_policies() -> None:
     assert parse_job(spec.model_dump_json()) == spec
 
 
+def test_a_learner_may_begin_with_an_optimizers_state() -> None:
+    spec = job(slots=2)
+    spec["policies"]["player"] = MODEL | {"init_from": {"job": "before", "optimizer": True}}
+    found = parse_job(yaml.safe_dump(spec))
+    # Services read it again, with the slots.
+    assert parse_job(found.model_dump_json()) == found
+    began = {name: one.init_from for name, one in found.policies.items()}
+    assert [name for name, one in began.items() if one is None or one.job != "before"] == []
+    assert [name for name, one in began.items() if one is not None and one.optimizer] == ["player"]
+
+
 def test_players_of_other_policies_have_pools_of_their_own() -> None:
     spec = job(slots=1)
     spec["policies"]["rival"] = MODEL

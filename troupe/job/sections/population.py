@@ -383,7 +383,10 @@ class Pools:
                 if model.network is None:  # a slot serves weights of several policies in turn
                     changes["share"] = "never"
                 own = EngineSpec.model_validate(engine.model_dump() | changes)
-                found[name] = model.model_copy(update={"trainable": False, "engine": own})
+                given = {"trainable": False, "engine": own, "init_from": model.init_from}
+                if model.init_from is not None:  # slots have weights only
+                    given["init_from"] = model.init_from.model_copy(update={"optimizer": False})
+                found[name] = model.model_copy(update=given)
         return found
 
     def _check(self, population: PopulationSpec, policies: Mapping[str, PolicySpec]) -> None:
