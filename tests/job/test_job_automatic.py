@@ -174,6 +174,25 @@ def test_without_devices_and_in_deterministic_jobs_a_gang_is_one() -> None:
     assert numbers(exact, trainers(1, 1))["a.trainer.gang"] == 1
 
 
+@pytest.mark.parametrize("field", ["context_parallel", "expert_parallel"])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_without_devices_a_gang_is_as_small_as_what_divides_it(field: str, trainable: bool) -> None:
+    divided = {"trainable": trainable, "trainer": {"gang": "auto", field: 2}}
+    spec = job(a={**SERVED, **divided}, b=dict(SERVED))
+    decision = decide(spec, trainers(), shapes_of(spec))
+    assert decision.values["policies.a.trainer.gang"] == 2
+    # Workers read the job with these numbers.
+    decided = with_values(spec, decision.values)
+    assert JobSpec.model_validate_json(decided.model_dump_json()) == decided
+
+
+@pytest.mark.parametrize("field", ["context_parallel", "expert_parallel"])
+def test_a_deterministic_job_does_not_divide_passes(field: str) -> None:
+    divided = {"trainer": {"gang": "auto", field: 2}}
+    with pytest.raises(JobSpecError, match=f"policies.a.trainer.{field}: several devices"):
+        job({"pipeline.deterministic": True}, a={**SERVED, **divided})
+
+
 def test_idle_and_missing_devices_are_reported_with_a_remedy() -> None:
     half = job(a={"engine": {"kind": "sglang", "replicas": 2}, "trainer": {"gang": 2}})
     notes = decide(half, trainers(1, 1, 1, 1), shapes_of(half)).notes

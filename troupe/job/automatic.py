@@ -102,7 +102,8 @@ def decide(spec: JobSpec, devices: JobDevices, shapes: Mapping[str, ModelShape |
         values[field] = size
         sources[field] = f"{AUTOMATIC}{size} of {_devices(sum(devices.trainers))} of trainers"
         if not devices.trainers:
-            sources[field] = f"{AUTOMATIC}one, because trainers have no devices"
+            count = "one" if size == 1 else f"{size}, as few as may be"
+            sources[field] = f"{AUTOMATIC}{count}, because trainers have no devices"
         elif spec.pipeline.deterministic:
             sources[field] = f"{AUTOMATIC}one, because of `pipeline.deterministic`"
         elif least > 1:
@@ -200,7 +201,9 @@ def _gangs(
     allows."""
     auto = [name for name in spec.policies if spec.policies[name].trainer.gang == "auto"]
     each, workers = devices.each, len(devices.trainers)
-    alone = dict.fromkeys(auto, (1, 1))
+    # As few as divide passes and experts: 1, unless the policy says more.
+    few = {name: spec.policies[name].trainer.gang_multiple for name in auto}
+    alone = {name: (number, number) for name, number in few.items()}
     if not each or spec.pipeline.deterministic:
         return alone
     auto = [name for name in auto if spec.policies[name].trainable]

@@ -540,9 +540,12 @@ class JobSpec(JobFields):
     @model_validator(mode="after")
     def _training(self) -> Self:
         for name, policy in self.policies.items():
-            if policy.trainer.ranks == 1 or not policy.trainable:
+            trainer = policy.trainer
+            # `gang: auto` is a multiple of what divides passes and experts.
+            if max(trainer.ranks, trainer.gang_multiple) == 1 or not policy.trainable:
                 continue
-            field = f"policies.{name}.trainer.gang"
+            part = "context_parallel" if trainer.context_parallel > 1 else "expert_parallel"
+            field = f"policies.{name}.trainer." + ("gang" if trainer.ranks > 1 else part)
             if self.pipeline.deterministic:
                 raise ValueError(
                     f"{field}: several devices add in another order and round differently; use 1 "
