@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from services.orchestrator.pipeline.split_watch import idle_cores, lacking
+from services.orchestrator.pipeline.split_watch import (
+    SplitWatch,
+    StepTotals,
+    idle_cores,
+    lacking,
+)
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.job import JobSpec
 from troupe.rpc import ClientSettings
+from troupe.twin.profile import JobProfile
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
 def spec(**policy: Any) -> JobSpec:
@@ -119,3 +127,31 @@ async def test_attached_servers_and_simulated_policies_need_nothing_of_the_clust
     attached = spec(engine={"kind": "sglang", "urls": ["http://elsewhere:30000"]})
     assert "engine/solver" not in lacking(attached, workers, [], {"here": 0.0})
     assert not lacking(spec(simulated={}), workers, [], {"here": 0.0})
+
+
+async def test_steps_that_learn_from_rows_say_nothing_of_the_split() -> None:
+    """Their engines have nothing to do, and their trainers, which have, are not idle."""
+    busy = 0.0
+
+    def workers() -> list[WorkerHandle]:
+        found = [rollout(), trainer()]
+        for one in found:
+            one.beat.cpu.CopyFrom(cpu(4, busy, busy))
+        return found
+
+    job: Any = SimpleNamespace(
+        spec=spec(),
+        shared=SimpleNamespace(
+            store=SimpleNamespace(live={"job": None}),
+            workers=SimpleNamespace(all=workers),
+            nodes=SimpleNamespace(alive=dict),
+        ),
+    )
+    watch = SplitWatch(job, SimpleNamespace(counts={}), JobProfile.of_spec(job.spec))  # type: ignore[arg-type]
+    values = {"step/seconds": 2.0, "solver/train/seconds": 1.9}
+    for _ in range(6):
+        busy += 2.0
+        totals = StepTotals()
+        totals.add(rollout_pb.TrajectoryEvent(trajectory_id="row", seconds=0.01))
+        assert watch.metrics(totals, values) == {}
+    assert not watch._steps

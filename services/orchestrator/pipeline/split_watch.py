@@ -70,7 +70,7 @@ class SplitWatch:
         if not self._warm:
             self._warm = True
             return {}
-        if not totals.trajectories:
+        if not totals.turns:  # also of rows to learn from, which no engine plays
             return {}
         counts = self._engines.counts
         policies = {}
