@@ -102,8 +102,8 @@ def decide(spec: JobSpec, devices: JobDevices, shapes: Mapping[str, ModelShape |
         values[field] = size
         sources[field] = f"{AUTOMATIC}{size} of {_devices(sum(devices.trainers))} of trainers"
         if not devices.trainers:
-            count = "one" if size == 1 else f"{size}, as few as may be"
-            sources[field] = f"{AUTOMATIC}{count}, because trainers have no devices"
+            few = "one" if size == 1 else f"{size}, as few as may be"
+            sources[field] = f"{AUTOMATIC}{few}, because trainers have no devices"
         elif spec.pipeline.deterministic:
             sources[field] = f"{AUTOMATIC}one, because of `pipeline.deterministic`"
         elif least > 1:
