@@ -464,15 +464,28 @@ class JobSpec(JobFields):
     @model_validator(mode="after")
     def _recorded_logprobs(self) -> Self:
         for name, agent in self.agents.items():
-            sampling, kind = agent.sampling, KINDS[self.policies[agent.policy].engine.kind]
+            sampling = agent.sampling
             cut = sampling.top_p < 1 or sampling.top_k > 0
-            if (cut or sampling.logprobs != "full") and sampling.logprobs not in kind.logprobs:
+            for policy in self._played_by(name):
+                kind = KINDS[self.policies[policy].engine.kind]
+                if not (cut or sampling.logprobs != "full") or sampling.logprobs in kind.logprobs:
+                    continue
+                also = "" if policy == agent.policy else f", which `{policy}` has,"
                 raise ValueError(
-                    f"agents.{name}.sampling.logprobs: engines of kind `{kind.name}` do not "
+                    f"agents.{name}.sampling.logprobs: engines of kind `{kind.name}`{also} do not "
                     f"report `{sampling.logprobs}` log-probs of truncated distributions; choose "
                     f"`{kind.logprobs[0]}`, or sample without top_p and top_k"
                 )
         return self
+
+    def _played_by(self, agent: str) -> list[str]:
+        """Return the policies that may play an agent: its own, and in a population learners and
+        slots."""
+        found = [self.agents[agent].policy]
+        if (pools := self.pools) is not None and agent in pools.agents:
+            found += [name for name, seats in pools.seats.items() if agent in seats]
+            found += [*pools.pool_of(agent).slots, *pools.pool_of(agent).evaluation_slots]
+        return list(dict.fromkeys(found))
 
     @model_validator(mode="after")
     def _offline(self) -> Self:

@@ -204,3 +204,18 @@ def test_a_slot_is_no_frozen_policy_of_the_job() -> None:
     by = {"queries": 1, "by": "all--0", "agents": ["alice"]}
     spec["evaluation"] = {"queries": 2, "contributions": by}
     assert "evaluation.contributions.by: 'all--0' is a slot" in fault(spec)
+
+
+@pytest.mark.parametrize("who", ["slot", "learner"])
+def test_engines_of_all_who_play_an_agent_report_its_log_probs(who: str) -> None:
+    spec = job(symmetric=True, learners={"spy": {}})
+    spec["policies"]["spy"] = MODEL
+    spec["agents"]["alice"]["sampling"] = {"top_p": 0.9}
+    assert parse_job(yaml.safe_dump(spec))
+    if who == "slot":
+        spec["population"]["engine"] = {"kind": "vllm"}
+    else:
+        spec["policies"]["spy"] = MODEL | {"engine": {"kind": "vllm"}}
+        spec["policies"]["spy"]["model"] = MODEL["model"] | {"dtype": "float32"}
+    name = {"slot": "all--0", "learner": "spy"}[who]
+    assert f"agents.alice.sampling.logprobs: engines of kind `vllm`, which `{name}`" in fault(spec)
