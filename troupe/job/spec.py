@@ -479,9 +479,12 @@ class JobSpec(JobFields):
         return self
 
     def _played_by(self, agent: str) -> list[str]:
-        """Return the policies that may play an agent: its own, and in a population learners and
-        slots."""
+        """Return the policies that may play an agent: its own, one that replaces it in an
+        evaluation (`contributions`), and in a population learners and slots."""
         found = [self.agents[agent].policy]
+        for name, one in self.evaluation_sets.items():
+            if one.contributions and one.contributions.by and agent in self.replaced_agents(name):
+                found.append(one.contributions.by)
         if (pools := self.pools) is not None and agent in pools.agents:
             found += [name for name, seats in pools.seats.items() if agent in seats]
             found += [*pools.pool_of(agent).slots, *pools.pool_of(agent).evaluation_slots]

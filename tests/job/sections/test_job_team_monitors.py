@@ -78,6 +78,16 @@ def test_more_queries_than_the_evaluation_has_are_all_of_them() -> None:
             "evaluation.contributions.queries",
             "are more than",
         ),
+        (
+            evaluating(contributions={"queries": 1, "by": "base"})
+            | BASE
+            | {
+                "policies__base__engine": {"kind": "vllm"},
+                "agents__solver__sampling": {"top_p": 0.9},
+            },
+            "agents.solver.sampling.logprobs",
+            "`vllm`, which `base` has",
+        ),
         (BASE, "policies.base", "no agent uses it"),
     ],
 )
