@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from troupe.client import Activity, Job, JobState, MetricsLogged, Notice, StateChanged
-from troupe.client.cli.display import LiveDisplay, PlainDisplay, Progress, print_summary, scores
+from troupe.client.cli.display import (
+    LiveDisplay,
+    PlainDisplay,
+    Progress,
+    print_conversations,
+    print_summary,
+    scores,
+)
 from troupe.client.cli.options import change, duration, number, size, sparkline
-from troupe.client.records.jobs import Interval
+from troupe.client.records.jobs import Interval, Trajectory, Turn
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, Internal
 
@@ -251,3 +258,18 @@ def test_a_job_that_taught_nothing_says_so_in_its_summary(job: Job) -> None:
         with console.capture() as captured:
             print_summary(console, replace(job, state=state, problem=problem), [])
         assert ("nothing was learned: no policy was updated. Look." in captured.get()) is said
+
+
+def test_a_conversation_that_failed_before_its_first_turn_is_shown_without_a_question() -> None:
+    turn = Turn(
+        "solver", "solver", 0, (("system", "Be brief."), ("user", "2+2")), "4", 1, 1, "stop", 1.0
+    )
+    failed = Trajectory("h0-e0-t0", "h0", 0, "failed", "KeyError: 'x'", {}, 0, 1.0, True)
+    played = Trajectory(
+        "h0-e3-t0", "h0", 3, "completed", "", {"solver": 1.0}, 1, 1.0, True, (turn,)
+    )
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as captured:
+        print_conversations(console, [(failed, played), (failed, failed)])
+    assert "2+2" in captured.get()
+    assert captured.get().count("KeyError: 'x'") == 3

@@ -282,6 +282,38 @@ async def test_listing(client: AsyncClient, fake: FakeOrchestrator, job_yaml: st
     assert cluster.workers[0].kind == "rollout"
 
 
+async def test_matches_between_members_have_no_before_and_after() -> None:
+    """A population plays its first matches before the first step, as evaluations are."""
+    ids = ("h0-e0-t0", "h0-e3-t0", "m0x0-t0", "m0x1-t0", "gsm8k-h1-e0-t0", "gsm8k-h1-e3-t0")
+
+    class Populated(FakeOrchestrator):
+        async def ListTrajectories(
+            self, request: orchestrator_pb.ListTrajectoriesRequest, context: Any
+        ) -> orchestrator_pb.ListTrajectoriesResponse:
+            reply = orchestrator_pb.ListTrajectoriesResponse()
+            for one in ids:
+                name, _, _ = one.rpartition("-")
+                query, _, step = name.partition("-e")
+                if not request.HasField("to_step") or not int(step or 0):
+                    reply.trajectories.add(
+                        trajectory_id=one, query_id=query if step else one, step=int(step or 0)
+                    )
+            return reply
+
+        async def GetTrajectory(
+            self, request: orchestrator_pb.GetTrajectoryRequest, context: Any
+        ) -> orchestrator_pb.GetTrajectoryResponse:
+            summary = orchestrator_pb.TrajectorySummary(trajectory_id=request.trajectory_id)
+            return orchestrator_pb.GetTrajectoryResponse(summary=summary)
+
+    async with serve(Populated()) as address, AsyncClient(address) as other:
+        pairs = await other.job("mine").before_and_after()
+    assert [(before.id, after.id) for before, after in pairs] == [
+        ("h0-e0-t0", "h0-e3-t0"),
+        ("gsm8k-h1-e0-t0", "gsm8k-h1-e3-t0"),
+    ]
+
+
 async def test_generating(client: AsyncClient, fake: FakeOrchestrator, job_yaml: str) -> None:
     job = await client.submit(job_yaml)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import (
     AsyncIterable,
@@ -68,6 +69,8 @@ CHUNK_SECONDS = 60.0
 _PAGE = 100
 # Trajectories of the newest evaluations, and of the first, among which pairs are looked for.
 _COMPARED = 2_000
+# Ids of the held-out queries of all evaluations: `h7`, `gsm8k-h7`.
+_HELD_OUT = re.compile(r"(?:.+-)?h[0-9]+")
 # Rows of metrics asked for at once.
 _ROWS = 1_000
 
@@ -338,7 +341,12 @@ class AsyncJobHandle:
         listed = [one async for one in self._list(request, _COMPARED)]
         request.ClearField("page_token")
         request.to_step = 0
-        first = {one.query_id: one async for one in self._list(request, _COMPARED)}
+        # Matches of a population's first members are listed, too; none is repeated later.
+        first = {
+            one.query_id: one
+            async for one in self._list(request, _COMPARED)
+            if _HELD_OUT.fullmatch(one.query_id)
+        }
         pairs = []
         for query_id, before in sorted(first.items(), key=lambda item: _by_number(item[0])):
             # The list begins with the newest; equal numbers have equal seeds.

@@ -485,7 +485,9 @@ def print_summary(
 def print_conversations(console: Console, pairs: Sequence[tuple[Trajectory, Trajectory]]) -> None:
     """Print conversations about held-out queries, before and after training side by side."""
     for before, after in pairs:
-        asked = next((text for role, text in before.conversation[0].messages if role == "user"), "")
+        # A trajectory that failed before its first turn has none.
+        turns = (*before.conversation[:1], *after.conversation[:1])
+        asked = next((text for t in turns for role, text in t.messages if role == "user"), "")
         table = Table(
             title=Text(shortened(asked), style="bold"), title_justify="left", box=box.SIMPLE_HEAD
         )
