@@ -12,6 +12,8 @@ from tests.client.conftest import Run
 from tests.client.project import JOB_YAML
 from troupe.checkpoints.verifying import Lineage
 from troupe.client.cli.jobs.evaluate import found_checkpoints, only_evaluated
+from troupe.client.cli.train import TrainPlan
+from troupe.job.engines.sharing import engine_groups
 from troupe.job.loading import job_of
 from troupe.rpc.errors import InvalidArgument, NotFound
 
@@ -134,3 +136,102 @@ def test_a_job_without_evaluations_has_nothing_to_do(run: Run, tmp_path: Path) -
     path.write_text(JOB_YAML)
     status, _, err = run("evaluate", str(path))
     assert (status, "the job has no evaluation" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("section", "given"),
+    [
+        ("pipeline", None),
+        ("pipeline", ["sync"]),
+        ("policies", None),
+        ("policies", ["solver"]),
+        ("policies", {"solver": None}),
+        ("policies", {"solver": {"model": "/models/solver"}}),
+        ("agents", ["solver"]),
+        ("agents", {"solver": "solver"}),
+        ("algorithm", "grpo"),
+        ("algorithm", {"distillation": "checker"}),
+        ("evaluation", ["gsm8k"]),
+        ("evaluations", ["gsm8k"]),
+        ("evaluations", {"gsm8k": 4}),
+        ("evaluations", {"gsm8k": {"queries": 2, "contributions": "checker"}}),
+    ],
+)
+def test_a_section_that_is_none_is_refused_as_in_any_job(
+    run: Run, raw: dict[str, Any], tmp_path: Path, section: str, given: object
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({**raw, section: given}))
+    status, _, err = run("evaluate", str(path))
+    assert status == 2
+    assert err.startswith(f"error: {section}")
+    assert "bug" not in err
+
+
+def test_a_policy_that_only_replaces_agents_elsewhere_is_left_out(raw: dict[str, Any]) -> None:
+    raw["policies"]["base"] = {"model": {"path": "/models/solver"}, "trainable": False}
+    by_base = {"queries": 4, "contributions": {"by": "base", "queries": 2}}
+    raw["evaluations"] = {"gsm8k": by_base, "aime": {"queries": 2}}
+    assert set(job_of(only_evaluated(raw, ["aime"], {})).policies) == {"solver", "checker"}
+    for names in ([], ["gsm8k"]):
+        assert "base" in job_of(only_evaluated(raw, names, {})).policies
+    raw = {**raw, "evaluations": {"aime": {"queries": 2}}, "evaluation": by_base}
+    assert "base" not in job_of(only_evaluated(raw, ["aime"], {})).policies
+    assert "base" in job_of(only_evaluated(raw, ["evaluation"], {})).policies
+    # What else uses it stays.
+    teaching = {"distillation": {"teachers": {"solver": "base"}}}
+    assert "base" in job_of(only_evaluated({**raw, "algorithm": teaching}, ["aime"], {})).policies
+    raw["agents"]["judge"] = {"policy": "base"}
+    assert "base" in job_of(only_evaluated(raw, ["aime"], {})).policies
+
+
+@pytest.mark.parametrize("replaced", [["solver"], ["checker"], ["solver", "checker"]])
+def test_checkpoints_of_adapters_leave_the_group_of_their_base(
+    raw: dict[str, Any], replaced: list[str]
+) -> None:
+    for policy in raw["policies"].values():
+        policy |= {"lora": {"rank": 4}, "model": {"path": "/base"}, "engine": {"share": "team"}}
+    assert engine_groups(job_of(raw))
+    models = {name: Path("/merged", name) for name in replaced}
+    spec = job_of(only_evaluated(raw, [], models))
+    assert not engine_groups(spec)
+    assert engine_groups(job_of(only_evaluated(raw, [], {})))
+
+
+def test_a_version_is_of_a_job_and_not_of_a_file_or_checkpoint(job: Path) -> None:
+    for target in (job / "job.yaml", job / "checkpoints" / "solver" / "v2"):
+        with pytest.raises(InvalidArgument, match="--version = 3: applies to a job's id"):
+            found_checkpoints(str(target), 3, job.parent)
+
+
+def test_an_export_near_the_root_is_refused_as_any_other(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/tmp/export` has too few parents to be in a job's directory."""
+    lineage = Lineage.read(job / "checkpoints" / "solver" / "v2")
+    monkeypatch.setattr(Lineage, "read", lambda _: lineage)
+    with pytest.raises(InvalidArgument, match="neither a job file"):
+        found_checkpoints("/tmp", None, job.parent)
+
+
+def test_the_cluster_of_an_evaluation_suits_its_job(
+    run: Run, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[TrainPlan] = []
+
+    async def note(plan: TrainPlan, console: object) -> int:
+        plans.append(plan)
+        return 0
+
+    monkeypatch.setattr("troupe.client.cli.jobs.evaluate.run", note)
+    path = tmp_path / "job.yaml"
+    for colocate in (False, True):
+        raw["pipeline"] |= {"mode": "sync", "colocate": colocate}
+        path.write_text(yaml.safe_dump(raw))
+        assert run("evaluate", str(path))[0] == 0
+    assert [plan.settings.colocate for plan in plans] == [False, True]
+    raw["policies"]["solver"]["engine"] = {"kind": "sglang", "python": "/no/python"}
+    path.write_text(yaml.safe_dump(raw))
+    status, _, err = run("evaluate", str(path))
+    assert status == 2
+    assert "/no/python" in err

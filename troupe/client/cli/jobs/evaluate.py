@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -20,7 +20,10 @@ from troupe.checkpoints.retention import copy_checkpoint, none_such, versions_of
 from troupe.checkpoints.verifying import Lineage
 from troupe.client.cli import options
 from troupe.client.cli.specification import apply_assignments
-from troupe.client.cli.train import TrainPlan, run
+from troupe.client.cli.train import TrainPlan, refuse_without_servers, run, settings_of_job
+from troupe.cluster.state import running_state
+from troupe.job import JobSpec, JobSpecError
+from troupe.job.engines.sharing import AUTO, NEVER
 from troupe.job.loading import SPEC_FILE, job_of, load_text
 from troupe.rpc.errors import InvalidArgument
 
@@ -79,7 +82,9 @@ def evaluate(
             policy: _whole(path, source.parent, scratch / policy)
             for policy, path in checkpoints.items()
         }
-        spec = job_of(only_evaluated(raw, names, models))
+        spec = _evaluated(raw, names, models)
+        if cluster is None and running_state(cluster_settings.data_dir) is None:
+            refuse_without_servers(spec)
         plan = TrainPlan(
             spec=spec,
             job_id=None,
@@ -87,11 +92,23 @@ def evaluate(
             address=cluster,
             keep_up=False,
             grace=20.0,
-            settings=cluster_settings.resolved(),
+            settings=settings_of_job(spec, cluster_settings).resolved(),
         )
         raise typer.Exit(asyncio.run(run(plan, Console())))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _evaluated(raw: dict[str, Any], names: Collection[str], models: Mapping[str, Path]) -> JobSpec:
+    """Return the job of `only_evaluated`. Raises `JobSpecError` for an invalid one, and
+    `InvalidArgument` as that does."""
+    try:
+        return job_of(only_evaluated(raw, names, models))
+    except JobSpecError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError):
+        job_of(raw)  # names what is no mapping, or missing
+        raise
 
 
 # Sections about steps, of which an evaluation has none.
@@ -103,7 +120,7 @@ def only_evaluated(
 ) -> dict[str, Any]:
     """Return the unvalidated job with no steps, the evaluations `names` (none: all) and the models
     of checkpoints by policy. Raises `InvalidArgument` if an evaluation is unknown or the job has
-    none."""
+    none. A job whose sections are no mappings causes any error."""
     named = dict(raw.get("evaluations") or {})
     section = raw.get("evaluation") or {}
     known = [*([UNNAMED] if section.get("queries") else []), *named]
@@ -122,7 +139,14 @@ def only_evaluated(
             remedy="Add the section `evaluations`, or `--set evaluation.queries=100`.",
         )
     chosen = names or known
-    policies = {name: dict(policy) for name, policy in raw["policies"].items()}
+    every = {UNNAMED: section, **named}
+    unused = _only_replacing(
+        raw,
+        left_out=[one for name, one in every.items() if name not in chosen],
+        kept=[one for name, one in every.items() if name in chosen],
+    )
+    policies = {name: dict(one) for name, one in raw["policies"].items() if name not in unused}
+    _part(policies, models)
     for name, path in models.items():
         if "model" not in policies[name]:
             raise InvalidArgument(
@@ -148,16 +172,56 @@ def only_evaluated(
     }
 
 
+def _only_replacing(
+    raw: Mapping[str, Any], left_out: Iterable[Mapping[str, Any]], kept: Iterable[Mapping[str, Any]]
+) -> set[str]:
+    """Return the policies that only replace agents, in evaluations that are left out: a job with a
+    policy that nothing uses is refused."""
+    unused, used = ({_replacing(one) for one in some} for some in (left_out, kept))
+    used |= {one.get("policy") for one in raw["agents"].values()}
+    distillation = (raw.get("algorithm") or {}).get("distillation") or {}
+    used |= set(distillation.get("teachers", {}).values())
+    return {name for name in unused - used if name is not None}
+
+
+def _replacing(evaluation: Mapping[str, Any]) -> str | None:
+    """Return the policy that replaces agents in an evaluation."""
+    by: str | None = (evaluation.get("contributions") or {}).get("by")
+    return by
+
+
+def _part(policies: Mapping[str, dict[str, Any]], models: Collection[str]) -> None:
+    """Let policies with checkpoints, whose models have adapters merged into them, leave the groups
+    of engines with one base that `engine.share` names."""
+    groups = {(policies[name].get("engine") or {}).get("share") for name in models}
+    for policy in policies.values():
+        engine = policy.get("engine") or {}
+        if engine.get("share") not in (None, AUTO, NEVER) and engine["share"] in groups:
+            policy["engine"] = {**engine, "share": AUTO}
+
+
 def found_checkpoints(
     target: str, version: int | None, data_dir: Path
 ) -> tuple[Path, dict[str, Path]]:
     """Return the job's file, and checkpoints by policy. Raises `InvalidArgument` and `NotFound`."""
     path = Path(target).expanduser()
+    lineage = Lineage.read(path) if path.is_dir() else None
+    # JOB/checkpoints/POLICY/VERSION
+    job = path.resolve() / "../../.." / SPEC_FILE
+    of_job = lineage is not None and job.is_file()
+    if version is not None and (path.is_file() or of_job):
+        raise InvalidArgument(
+            "applies to a job's id, and this is a checkpoint"
+            if of_job
+            else "applies to a job's id, and this is a file, whose initial models are evaluated",
+            field="--version",
+            value=version,
+            remedy="Leave --version out, or name the job by its id.",
+        )
     if path.is_file():
         return path, {}
-    lineage = Lineage.read(path) if path.is_dir() else None
-    if lineage is not None and (job := path.resolve().parents[2] / SPEC_FILE).is_file():
-        return job, {lineage.policy: path.resolve()}
+    if lineage is not None and of_job:
+        return job.resolve(), {lineage.policy: path.resolve()}
     directory = path if (path / SPEC_FILE).is_file() else data_dir / target
     if not (directory / SPEC_FILE).is_file():
         raise InvalidArgument(
