@@ -51,8 +51,8 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def push(runs: Path, to: Path, repository: str = "me/model") -> int:
-    arguments = ["export", "mine", str(to), "--data-dir", str(runs)]
+def push(runs: Path, to: Path, *options: str, repository: str = "me/model") -> int:
+    arguments = ["export", "mine", str(to), "--data-dir", str(runs), *options]
     return main([*arguments, "--push-to-hub", repository])
 
 
@@ -103,6 +103,27 @@ def test_a_directory_with_another_export_is_refused(
     assert push(runs, other) == 1
     assert "is not empty" in capsys.readouterr().err
     assert [one.name for one in other.iterdir()] == ["a"]
+
+
+def test_an_upload_goes_on_for_the_same_options_only(
+    hub: FakeHub, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "mine/job.yaml").write_text(
+        "policies: {solver: {}, checker: {}}\n"
+        "agents: {writer: {policy: solver}, critic: {policy: checker}}\n"
+    )
+    to = tmp_path / "out"
+    assert push(runs, to, "--policy", "writer") == 0
+    for same in ("writer", "solver"):
+        assert push(runs, to, "--policy", same) == 0
+    capsys.readouterr()
+    for other in (("--policy", "checker"), ("--policy", "critic"), ("--version", "2")):
+        assert push(runs, to, *other) != 0
+        assert "uploaded" not in capsys.readouterr().out
+    # An export of an adapter is not the merged model that is asked for now.
+    (to / "adapter_config.json").write_text("{}")
+    assert push(runs, to, "--merged") == 1
+    assert "is not empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

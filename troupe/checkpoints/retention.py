@@ -102,7 +102,7 @@ def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None)
     kept = versions_of_all(job)
     policy = only_policy(kept, policy)
     if policy not in kept:
-        policy = _played(job, policy)
+        policy = played_in(job, policy)
     version = exported_version(job, policy) if version is None else version
     found = [path for at, path in kept.get(policy, []) if version in (None, at)]
     if not found:
@@ -110,7 +110,7 @@ def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None)
     return found[-1]
 
 
-def _played(job: Path, name: str) -> str:
+def played_in(job: Path, name: str) -> str:
     """Return the policy that plays the agent `name` in a job's directory; `name` itself if this is
     unknown."""
     # Imported here because it is slow and few calls need it.

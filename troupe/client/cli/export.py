@@ -13,7 +13,7 @@ from rich.console import Console
 
 from troupe.checkpoints.hub import HubRepository, is_export, rewards_in, rewards_of, write_card
 from troupe.checkpoints.merging import ByteBar, is_adapter_folder, merge_in_place
-from troupe.checkpoints.retention import choose, copy_files, only_policy
+from troupe.checkpoints.retention import choose, copy_files, only_policy, played_in
 from troupe.checkpoints.verifying import LINEAGE, Lineage
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
@@ -84,8 +84,7 @@ def export(
                 remedy="Name a directory, or leave --push-to-hub out.",
             )
         repository = HubRepository(push_to_hub)
-        if is_export(place.path, job_id, policy, version):
-            lineage = Lineage.read(place.path)
+        lineage = _earlier(place.path, job_id, policy, version, merged, cluster, data_dir)
     if lineage is None:
         lineage = _export(job_id, place, policy, version, merged, base, cluster, data_dir)
     name = lineage.policy if lineage is not None else policy or job_id
@@ -95,6 +94,36 @@ def export(
         label = name if lineage is None else f"{lineage.job}: {name} @ {lineage.version}"
         address = repository.upload(Path(place.name), label)
         say(f"uploaded to {address}", highlight=False, soft_wrap=True)
+
+
+def _earlier(
+    folder: Path,
+    job_id: str,
+    policy: str | None,
+    version: int | None,
+    merged: bool | None,
+    cluster: str | None,
+    data_dir: Path | None,
+) -> Lineage | None:
+    """Return the lineage of the export that an earlier command with these options left in `folder`;
+    None: there is none, or another one."""
+    found = Lineage.read(folder)
+    if found is None or (merged is not None and merged == is_adapter_folder(folder)):
+        return None
+    if policy not in (None, found.policy) and found.job_id == job_id:
+        # An agent's name.
+        root = data_directory(data_dir)
+        if _is_up(root, cluster):
+            spec = call(cluster, data_dir, lambda client: client.job(job_id).info()).spec
+            policy = policy_of(spec, policy)
+        else:
+            policy = played_in(root / job_id, policy)
+    return found if is_export(folder, job_id, policy, version) else None
+
+
+def _is_up(root: Path, cluster: str | None) -> bool:
+    """Return whether a cluster is named, or runs in the data directory `root`."""
+    return bool(cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None)
 
 
 def _export(
@@ -111,7 +140,7 @@ def _export(
     root = data_directory(data_dir)
     # An incomplete export is useless, and its directory would block the next attempt.
     with place.new_folder(last=LINEAGE) as draft, byte_bar() as progress:
-        if cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
+        if _is_up(root, cluster):
             rewards = _from_cluster(job_id, draft, policy, version, cluster, data_dir, progress)
         else:
             checkpoint = choose(root, job_id, policy, version)
