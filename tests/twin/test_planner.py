@@ -12,15 +12,17 @@ import yaml
 
 from benchmarks import planner as benchmark
 from troupe.client.cli.app import main
+from troupe.client.cli.specification import apply_assignments
 from troupe.devices import parse_devices
 from troupe.job import JobSpec
 from troupe.job.engines.sharing import engine_groups
+from troupe.job.loading import job_of, with_overrides
 from troupe.rpc import InvalidArgument
 from troupe.twin import planner
 from troupe.twin.costs import device_costs
 from troupe.twin.job import TwinJob
 from troupe.twin.planner import Habits, JobPlan, plan_job
-from troupe.twin.plans import plan_devices
+from troupe.twin.plans import assignments, plan_devices
 from troupe.twin.plans import planned as planned_values
 
 FEW = Habits(turns=2, prompt_tokens=300, response_tokens=400, wait_seconds=0.5)
@@ -366,3 +368,54 @@ def test_simulated_policies_are_planned_with_the_costs_that_the_job_gives(
     assert {one.gang for one in found.best.split.policies.values()} == {1}
     assert len(found.measured) == 2
     assert (found.best.bottleneck == "trainers") <= (workload == "trainers")
+
+
+def test_the_fields_of_a_plan_make_a_valid_job() -> None:
+    """They are in the file that `--write` writes, whatever else the job has."""
+    rows = {"tasks": {"dataset": "/data/rows.jsonl"}, "steps": 2}
+    for changes in (
+        {"population": {}},
+        {"population": {"engine": {"kind": "sglang"}}},
+        {"pipeline.deterministic": True, "policies.solver.model.path": "Qwen/Qwen3-0.6B"},
+        {"pipeline.mode": "sync", "pipeline.colocate": True},
+        {
+            "pipeline.mode": "sync",
+            "policies.solver.colocate": True,
+            "policies.checker.colocate": True,
+        },
+        {"supervised": rows},
+        {"policies.checker.trainable": False},
+    ):
+        raw = with_overrides(job(), changes)
+        spec = job_of(raw)
+        found = planned_values(spec, plan_devices("16xH100", "devices"), habits=asdict(FEW))
+        lines = assignments(spec, found.best)
+        made = job_of(apply_assignments(yaml.safe_dump(raw), lines))
+        for name, split in found.best.split.policies.items():
+            assert made.policies[name].engine.replicas == split.engines, (changes, name)
+        learned = any("rows" in one for one in found.assumed)
+        assert learned is ("supervised" in changes)
+        assert any("slots" in one for one in found.assumed) is ("population" in changes)
+
+
+def test_policies_that_all_colocate_are_planned_as_a_job_that_does() -> None:
+    devices = plan_devices("8xH100", "devices")
+    each = {f"policies.{name}.colocate": True for name in ("solver", "checker")}
+    one = {**each, "policies.checker.colocate": False}
+    found = [
+        planned_values(
+            job_of(with_overrides(job(mode="sync"), changes)), devices, habits=asdict(FEW)
+        )
+        for changes in ({"pipeline.colocate": True}, each, one)
+    ]
+    every, same, part = found
+    assert same.best.split.devices == every.best.split.devices == (8, 8)
+    assert sum(part.best.split.devices) == 8
+    assert [any("colocate" in line for line in one.assumed) for one in found] == [0, 0, 1]
+
+
+def test_a_deterministic_policy_that_needs_a_gang_does_not_fit() -> None:
+    raw = job(deterministic=True)
+    raw["policies"]["solver"]["model"]["path"] = "Qwen/Qwen3-32B"
+    with pytest.raises(InvalidArgument, match="training solver over 1 device needs"):
+        planned_values(job_of(raw), plan_devices("16xH100", "devices"))

@@ -173,6 +173,11 @@ class _Case:
         return {name: every[name] for name in self.names if every[name][0] == name}
 
     @property
+    def colocated(self) -> bool:
+        """Whether the engines and trainers of all policies take turns on the same devices."""
+        return len(self.spec.colocated) == len(self.spec.policies)
+
+    @property
     def simulated(self) -> bool:
         """Whether all policies of the job are simulated."""
         return all(self.rates.simulated(name) is not None for name in self.names)
@@ -397,7 +402,7 @@ def _divisions(case: _Case) -> Iterator[tuple[int, int, int, int]]:
     hosts, each = case.hosts, case.per_host
     if not case.spec.trained_policies:
         yield hosts, 0, each, 0
-    elif case.spec.pipeline.colocate:
+    elif case.colocated:
         yield hosts, hosts, each, each
     elif hosts == 1:
         for training in range(1, each):
@@ -415,12 +420,17 @@ def _gangs(case: _Case, name: str, devices: int) -> list[tuple[int, int]]:
         return [(1, case.rates.trainer_bytes(name, 1))]  # it has no ranks
     found = []
     size = 1
-    while size <= devices:
+    while size <= _most_ranks(case, devices):
         needed = case.rates.trainer_bytes(name, size)
         if needed <= SOLD * case.device.memory:
             found.append((size, needed))
         size *= 2
     return found
+
+
+def _most_ranks(case: _Case, devices: int) -> int:
+    """Return the ranks of the largest gang that the job may have on so many devices."""
+    return min(1, devices) if case.spec.pipeline.deterministic else devices
 
 
 def _chosen_gangs(
@@ -483,7 +493,7 @@ def _placed(case: _Case, split: ClusterSplit, devices: Sequence[Device]) -> bool
         )
         for number in range(case.hosts)
     ]
-    if case.spec.pipeline.colocate:
+    if case.colocated:
         return True
     wanted = [
         DeviceRequest(
@@ -567,7 +577,7 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
     balancing, barred = _balancing(spec, split)
     routing = spec.routing
     switch = 0.0
-    if pipeline.colocate:
+    if case.colocated:
         switch = max(one.trainer_bytes / case.device.host_link for one in split.policies.values())
     return TwinJob(
         policies=policies,
@@ -614,8 +624,17 @@ def _balancing(spec: JobSpec, split: ClusterSplit) -> tuple[BalancingRules | Non
 
 
 def _unmodelled(spec: JobSpec) -> list[str]:
-    """Describe the job's balancing settings that the trials omit."""
+    """Describe the job's settings that the trials omit."""
     section, found = spec.balancing, []
+    if spec.slots:
+        found.append(
+            "learners draw all turns, none of them members; each slot (`population.slots`) has one "
+            "engine"
+        )
+    if spec.offline is not None:
+        found.append(f"no step learns from rows (the first {spec.offline.steps} do)")
+    if 0 < len(spec.colocated) < len(spec.policies):
+        found.append("engines and trainers of all policies have devices of their own (`colocate`)")
     if spec.balances and section.measure == "tokens":
         found.append("engines stay with their policies (`balancing.measure: tokens`)")
     elif spec.balances and section.rebuild:
@@ -659,8 +678,9 @@ def _too_small(case: _Case) -> InvalidArgument:
                 f"alone are {case.rates.weights_text(name)}"
             )
         elif name in case.spec.trained_policies and not _gangs(case, name, total):
-            needed = case.rates.trainer_bytes(name, total)
-            over = "1 device" if total == 1 else f"{total} devices"
+            ranks = _most_ranks(case, total)
+            needed = case.rates.trainer_bytes(name, ranks)
+            over = "1 device" if ranks == 1 else f"{ranks} devices"
             lacking.append(
                 f"training {name} over {over} needs {needed / gib:.0f} GB on each, "
                 f"which have {case.device.memory / gib:.0f} GB"

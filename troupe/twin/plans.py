@@ -75,9 +75,12 @@ def planned(
 
 
 def assignments(spec: JobSpec, best: Prediction) -> list[str]:
-    """Return the fields of the job that set this split, in the form of `--set`."""
+    """Return the fields of the job that set this split, in the form of `--set`. A population's
+    slots have none: it adds them, each with one engine."""
     changes = []
     for name, one in best.split.policies.items():
+        if name in spec.slots:
+            continue
         section = f"policies.{name}"
         changes.append(f"{section}.engine.replicas={one.engines}")
         if spec.policies[name].engine.is_server:
