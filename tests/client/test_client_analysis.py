@@ -88,6 +88,24 @@ async def test_a_comparison_names_what_differs(
     assert same.fields == {}
 
 
+async def test_a_comparison_shows_all_that_differs_in_a_field(
+    client: AsyncClient, job_yaml: str
+) -> None:
+    for job_id, rate, prompt in (("one", 0.0015, "Be brief.\nAdd."), ("two", 0.00152, None)):
+        changes = {
+            "policies.solver.optimizer.lr": rate,
+            "agents.solver.system_prompt": prompt,
+            "agents.solver.sampling.temperature": 0.75 if prompt else 0.7501,
+        }
+        await client.submit(job_yaml, job_id=job_id, overrides=changes)
+    lines = str(await client.compare("one", "two")).splitlines()
+    shown = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[1:]}
+    assert shown["policies.solver.optimizer.lr"] == "0.0015 0.00152"
+    assert shown["agents.solver.sampling.temperature"] == "0.75 0.7501"
+    assert shown["agents.solver.system_prompt"] == "Be brief.\\nAdd. -"
+    assert len(lines) == 5
+
+
 def test_overrides_apply_to_files_texts_dicts_and_jobs(tmp_path: Path, job_yaml: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(job_yaml)

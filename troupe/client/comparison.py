@@ -33,7 +33,7 @@ class Comparison:
 
     def __str__(self) -> str:
         rows = [("", *(job.id for job in self.jobs))]
-        rows += [(name, *map(_shown, values)) for name, values in self.fields.items()]
+        rows += [(name, *map(_whole, values)) for name, values in self.fields.items()]
         rows.append(("step", *(str(job.step) for job in self.jobs)))
         for name, values in self.scores.items():
             intervals = [job.after_intervals.get(name) for job in self.jobs]
@@ -66,6 +66,11 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
     for name, one in value.items():
         found |= _leaves(one, f"{path}.{name}" if path else name)
     return found
+
+
+def _whole(value: Any) -> str:
+    """Return a field's value on one line, with all that differs."""
+    return "-" if value is None else str(value).replace("\n", "\\n")
 
 
 def _shown(value: Any) -> str:
