@@ -304,7 +304,18 @@ def test_a_job_of_networks_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"turns": 0}, {"turns": -2}, {"response_tokens": -1}, {"wait_seconds": float("nan")}]
+    "wrong",
+    [
+        {"turns": 0},
+        {"turns": -2},
+        {"turns": 1e9},
+        {"turns": float("inf")},
+        {"prompt_tokens": 1e300},
+        {"response_tokens": -1},
+        {"response_tokens": 1e12},
+        {"wait_seconds": float("nan")},
+        {"wait_seconds": 1e300},
+    ],
 )
 def test_habits_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(wrong))):

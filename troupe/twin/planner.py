@@ -9,7 +9,6 @@ the others are ordered by a bound, and the best are run in the twin, on the same
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -64,16 +63,25 @@ class Habits:
     wait_sigma: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("turns", "prompt_tokens", "response_tokens", "wait_seconds"):
+        for name, (lowest, highest) in _HABITS.items():
             value = getattr(self, name)
-            lowest = 0.0 if name in ("response_tokens", "wait_seconds") else 1.0
-            if not lowest <= value < math.inf:
+            if not lowest <= value <= highest:
                 raise InvalidArgument(
-                    f"{name} = {value:g} is not a number of {lowest:g} or more",
+                    f"{name} = {value:g} is not a number from {lowest:g} to {highest:,}",
                     field=name,
                     value=value,
                     remedy="Give the mean of a trajectory of the job.",
                 )
+
+
+# The least and the greatest of each mean. A trial keeps every turn in memory and plays it, so that
+# larger numbers would fill the memory before it ends.
+_HABITS: Final = {
+    "turns": (1.0, 1_000),
+    "prompt_tokens": (1.0, 10_000_000),
+    "response_tokens": (0.0, 10_000_000),
+    "wait_seconds": (0.0, 86_400),
+}
 
 
 @dataclass(frozen=True, slots=True)
