@@ -348,12 +348,21 @@ async def get_trajectory(
     return found
 
 
+class MessageBody(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: str = "user"
+    content: str
+
+
 class GenerateBody(BaseModel):
     """A conversation for a policy to continue."""
 
     model_config = ConfigDict(extra="forbid")
 
-    messages: list[dict[str, str]] = Field(
+    messages: list[MessageBody] = Field(
         min_length=1, examples=[[{"role": "user", "content": "hi"}]]
     )
     temperature: float | None = Field(default=None, ge=0)
@@ -375,10 +384,7 @@ async def generate(
             request_id=new_id("panel"),
             job_id=job_id,
             policy=policy,
-            messages=[
-                common_pb.ChatMessage(role=m.get("role", "user"), content=m.get("content", ""))
-                for m in body.messages
-            ],
+            messages=[common_pb.ChatMessage(**one.model_dump()) for one in body.messages],
             sampling=sampling,
         )
     )
@@ -465,7 +471,7 @@ async def list_samples(
 ) -> dict[str, Any]:
     """List rows of a policy without their tensors, in order of step, query, group and id."""
     job = (await upstream(request).stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))).job
-    policy = policy_of(json.loads(job.spec_json), policy)
+    policy = policy_of(json.loads(job.spec_json or "{}"), policy)
     wanted = store_pb.ListSamplesRequest(
         job_id=job_id, policy=policy, step=step, page_size=limit, page_token=page
     )

@@ -247,6 +247,16 @@ async def test_a_field_that_there_is_not_is_named_with_the_one_that_was_meant(pa
     assert problem["value"] == "4"
     assert problem["detail"] == "there is no such field"
     assert problem["remedy"] == "Did you mean `max_new_tokens`?"
+    for message, field in (
+        ({"role": "user", "text": "hi"}, "content"),
+        ({"rol": "system", "content": "hi"}, "rol"),
+        ({}, "content"),
+    ):
+        reply = await panel.http.post(
+            "/api/jobs/mine/policies/solver/generate", json={"messages": [message]}
+        )
+        assert (reply.status_code, reply.json()["field"]) == (422, f"body.messages.0.{field}")
+    assert not panel.orchestrator.requests("GeneratePolicy")
     function = {"name": "f", "entrypoint": "a:f", "costs": {"core": 1}}
     problem = (await panel.http.post("/api/functions", json=function)).json()
     assert (problem["field"], problem["remedy"]) == ("core", "Did you mean `cores`?")
