@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.fake_orchestrator import FakeOrchestrator
+from tests.support.fake_orchestrator import FakeOrchestrator, serve
 from troupe.client import (
     Activity,
     AsyncClient,
@@ -20,7 +21,7 @@ from troupe.client import (
 )
 from troupe.client.handle import read_spec
 from troupe.job import JobSpec, JobSpecError, parse_job
-from troupe.rpc.errors import TroupeError
+from troupe.rpc.errors import NotFound, TroupeError
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 AT = datetime(2026, 11, 1, 12, 30, 5, tzinfo=UTC).astimezone()
@@ -64,6 +65,26 @@ async def test_conversations_have_their_turns_and_are_selected_by_the_server(
     asked = [r for name, r in fake.calls if name == "ListTrajectories"][-1]
     assert (asked.agent, asked.max_reward) == ("solver", 0.5)
     assert not asked.HasField("min_reward")
+
+
+async def test_a_conversation_that_is_displaced_while_others_are_read_is_left_out(
+    job_yaml: str,
+) -> None:
+    class Displacing(FakeOrchestrator):
+        async def GetTrajectory(
+            self, request: orchestrator_pb.GetTrajectoryRequest, context: Any
+        ) -> orchestrator_pb.GetTrajectoryResponse:
+            if request.trajectory_id == "t3":
+                error = NotFound("is not kept", field="trajectory_id", value="t3")
+                await self._fail(context, error)
+            return await super().GetTrajectory(request, context)
+
+    async with serve(Displacing()) as address, AsyncClient(address) as client:
+        job = await client.submit(job_yaml, job_id="mine")
+        found = [one.id async for one in job.conversations(limit=6)]
+        assert found == ["t0", "t1", "t2", "t4", "t5"]
+        with pytest.raises(NotFound, match="is not kept"):
+            await job.trajectory("t3")
 
 
 async def test_a_comparison_names_what_differs(

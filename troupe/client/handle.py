@@ -293,7 +293,13 @@ class AsyncJobHandle:
             failed=failed,
         )
         async for one in self._list(request, limit):
-            yield await self.trajectory(one.id)
+            try:
+                found = await self.trajectory(one.id)
+            except NotFound as error:
+                if error.field != "trajectory_id":
+                    raise
+                continue  # newer conversations have displaced it since it was listed
+            yield found
 
     async def _list(
         self, request: orchestrator_pb.ListTrajectoriesRequest, limit: int | None
