@@ -13,11 +13,14 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import yaml
 
 from tests.client.conftest import Run, Stage
+from tests.client.project import JOB_YAML
 from tests.support.fake_orchestrator import S
 from tests.support.waiting import PATIENCE
 from troupe.client.cli.failures import explain
+from troupe.client.cli.train import TrainPlan
 from troupe.job import JobSpec
 
 
@@ -375,3 +378,33 @@ def test_a_command_is_imported_without_garbage_collections() -> None:
     command = [sys.executable, "-c", IMPORTS_A_COMMAND]
     printed = subprocess.check_output(command, text=True, timeout=PATIENCE)
     assert printed.split() == ["0", "True"]
+
+
+def test_the_cluster_that_resumes_a_job_suits_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[TrainPlan] = []
+
+    async def note(plan: TrainPlan, console: object) -> int:
+        plans.append(plan)
+        return 0
+
+    monkeypatch.setattr("troupe.client.cli.train.run", note)
+    monkeypatch.setenv("TROUPE_DEVICES", "8xH100-80GB")
+    directory = tmp_path / "data" / "mine"
+    directory.mkdir(parents=True)
+    spec = yaml.safe_load(JOB_YAML)
+    spec["policies"]["solver"]["trainer"] = {"gang": 2}
+    for colocate in (False, True):
+        spec["pipeline"] |= {"mode": "sync", "colocate": colocate}
+        (directory / "job.yaml").write_text(yaml.safe_dump(spec))
+        assert run("train", "--resume", "mine")[0] == 0
+    gang = "policies.solver.trainer.gang=4"
+    assert run("train", "--resume", "mine", "--set", gang)[0] == 0
+    found = [(one.settings.colocate, one.settings.devices_per_trainer) for one in plans]
+    assert found == [(False, 2), (True, 2), (True, 4)]
+    # What cannot be read here is left to the cluster, and so is a job that is not here.
+    (directory / "job.yaml").write_text("name: [")
+    for job_id in ("mine", "other"):
+        assert run("train", "--resume", job_id)[0] == 0
+        assert not plans[-1].settings.colocate

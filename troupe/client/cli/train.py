@@ -36,6 +36,7 @@ from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, running_state, sign_in_link
 from troupe.doctor.examination import examine_servers
 from troupe.job import JobSpec, JobSpecError
+from troupe.job.loading import SPEC_FILE, job_of, load_text, read_mapping, with_overrides
 from troupe.rpc.errors import InvalidArgument, TroupeError
 
 # Held-out queries whose conversations are shown, before and after training.
@@ -174,20 +175,35 @@ def train(
     spec = None if job is None else load_with(job, assignments or [])
     if spec is not None and cluster is None and running_state(settings().data_dir) is None:
         refuse_without_servers(spec)
+    overrides = parse_assignments(assignments or []) if resume is not None else {}
+    suited = spec
+    if resume is not None:
+        suited = _resumed(options.stopped_job(resume, cluster, settings().data_dir), overrides)
     plan = TrainPlan(
         spec=spec,
         job_id=job_id,
         resume=resume,
-        overrides=parse_assignments(assignments or []) if resume is not None else {},
+        overrides=overrides,
         address=cluster,
         keep_up=keep_up,
         grace=grace,
-        settings=(settings() if spec is None else settings_of_job(spec, settings())).resolved(),
+        settings=(settings() if suited is None else settings_of_job(suited, settings())).resolved(),
         given=given_file(job, spec, assignments or []),
         tags=tags or (),
         notes=notes,
     )
     raise typer.Exit(asyncio.run(run(plan, Console())))
+
+
+def _resumed(directory: Path | None, overrides: Mapping[str, Any]) -> JobSpec | None:
+    """Return the job in a directory with `overrides`; None without a directory, or for a job that
+    this release cannot read: the cluster says what is wrong."""
+    if directory is None:
+        return None
+    try:
+        return job_of(with_overrides(read_mapping(load_text(directory / SPEC_FILE)), overrides))
+    except JobSpecError:
+        return None
 
 
 def given_file(path: Path | None, spec: JobSpec | None, assignments: Sequence[str]) -> str | None:
