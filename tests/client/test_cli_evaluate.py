@@ -179,8 +179,6 @@ def test_a_policy_that_only_replaces_agents_elsewhere_is_left_out(raw: dict[str,
     assert "base" not in job_of(only_evaluated(raw, ["aime"], {})).policies
     assert "base" in job_of(only_evaluated(raw, ["evaluation"], {})).policies
     # What else uses it stays.
-    teaching = {"distillation": {"teachers": {"solver": "base"}}}
-    assert "base" in job_of(only_evaluated({**raw, "algorithm": teaching}, ["aime"], {})).policies
     raw["agents"]["judge"] = {"policy": "base"}
     assert "base" in job_of(only_evaluated(raw, ["aime"], {})).policies
 
@@ -235,3 +233,30 @@ def test_the_cluster_of_an_evaluation_suits_its_job(
     status, _, err = run("evaluate", str(path))
     assert status == 2
     assert "/no/python" in err
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"algorithm": {"distillation": {"teachers": {"solver": "base"}}}},
+        {"algorithm": {"advantage": "gae", "critic": {"observes": "team"}}},
+        {"algorithm": {"advantage": "gae"}},
+        {"balancing": {"inter": True}},
+    ],
+)
+def test_what_ties_models_to_each_other_does_not_tie_a_checkpoint(
+    raw: dict[str, Any], section: dict[str, Any]
+) -> None:
+    """A checkpoint has a path, and by default a tokenizer, of its own."""
+    for name in ("solver", "checker"):
+        raw["policies"][name] = {"model": {"path": "/base"}, "engine": {"replicas": 2}}
+    teaches = "distillation" in section.get("algorithm", {})
+    if teaches:
+        raw["policies"]["base"] = {"model": {"path": "/base"}, "trainable": False}
+    written = job_of({**raw, **section}).model_dump(mode="json")
+    for given in ({**raw, **section}, written):
+        for models in ({}, {"solver": Path("/checkpoint")}):
+            spec = job_of(only_evaluated(given, [], models))
+            assert set(spec.policies) == {"solver", "checker"}, "a teacher is not loaded"
+            assert (spec.algorithm.critic, spec.algorithm.distillation) == (None, None)
+            assert spec.algorithm.advantage == job_of(given).algorithm.advantage

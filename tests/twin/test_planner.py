@@ -384,7 +384,7 @@ def test_simulated_policies_are_planned_with_the_costs_that_the_job_gives(
 def test_the_fields_of_a_plan_make_a_valid_job() -> None:
     """They are in the file that `--write` writes, whatever else the job has."""
     rows = {"tasks": {"dataset": "/data/rows.jsonl"}, "steps": 2}
-    for changes in (
+    every: tuple[dict[str, Any], ...] = (
         {"population": {}},
         {"population": {"engine": {"kind": "sglang"}}},
         {"pipeline.deterministic": True, "policies.solver.model.path": "Qwen/Qwen3-0.6B"},
@@ -396,7 +396,8 @@ def test_the_fields_of_a_plan_make_a_valid_job() -> None:
         },
         {"supervised": rows},
         {"policies.checker.trainable": False},
-    ):
+    )
+    for changes in every:
         raw = with_overrides(job(), changes)
         spec = job_of(raw)
         found = planned_values(spec, plan_devices("16xH100", "devices"), habits=asdict(FEW))

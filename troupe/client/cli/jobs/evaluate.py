@@ -113,6 +113,8 @@ def _evaluated(raw: dict[str, Any], names: Collection[str], models: Mapping[str,
 
 # Sections about steps, of which an evaluation has none.
 _OF_STEPS: Final = frozenset({"supervised", "preferences", "stop", "curriculum"})
+# Parts of `algorithm` with models that only steps use, or that must fit the trained models.
+_OF_LEARNING: Final = frozenset({"critic", "distillation"})
 
 
 def only_evaluated(
@@ -140,7 +142,8 @@ def only_evaluated(
         )
     chosen = names or known
     every = {UNNAMED: section, **named}
-    unused = _only_replacing(
+    algorithm = raw.get("algorithm") or {}
+    unused = _without_use(
         raw,
         left_out=[one for name, one in every.items() if name not in chosen],
         kept=[one for name, one in every.items() if name in chosen],
@@ -165,6 +168,8 @@ def only_evaluated(
     return {
         **{name: section for name, section in raw.items() if name not in _OF_STEPS},
         "policies": policies,
+        "algorithm": {name: one for name, one in algorithm.items() if name not in _OF_LEARNING},
+        "balancing": _balancing(raw, moved=bool(models)),
         "pipeline": {**raw["pipeline"], "steps": 0},
         "evaluation": section if UNNAMED in chosen else {},
         "evaluations": {name: one for name, one in named.items() if name in chosen},
@@ -172,15 +177,15 @@ def only_evaluated(
     }
 
 
-def _only_replacing(
+def _without_use(
     raw: Mapping[str, Any], left_out: Iterable[Mapping[str, Any]], kept: Iterable[Mapping[str, Any]]
 ) -> set[str]:
-    """Return the policies that only replace agents, in evaluations that are left out: a job with a
-    policy that nothing uses is refused."""
+    """Return the policies that only teach, or replace agents in evaluations that are left out: a
+    job with a policy that nothing uses is refused."""
     unused, used = ({_replacing(one) for one in some} for some in (left_out, kept))
-    used |= {one.get("policy") for one in raw["agents"].values()}
     distillation = (raw.get("algorithm") or {}).get("distillation") or {}
-    used |= set(distillation.get("teachers", {}).values())
+    unused |= set(distillation.get("teachers", {}).values())
+    used |= {one.get("policy") for one in raw["agents"].values()}
     return {name for name in unused - used if name is not None}
 
 
@@ -188,6 +193,13 @@ def _replacing(evaluation: Mapping[str, Any]) -> str | None:
     """Return the policy that replaces agents in an evaluation."""
     by: str | None = (evaluation.get("contributions") or {}).get("by")
     return by
+
+
+def _balancing(raw: Mapping[str, Any], *, moved: bool) -> dict[str, Any]:
+    """Return the section `balancing`; `moved`: policies have other models than the job says, so
+    that engines may no longer be able to serve each other's."""
+    section = dict(raw.get("balancing") or {})
+    return {**section, "inter": None} if moved and section.get("inter") else section
 
 
 def _part(policies: Mapping[str, dict[str, Any]], models: Collection[str]) -> None:
