@@ -15,7 +15,8 @@ from tests.support.architectures import LARGE, make
 from tests.support.peaks import growth
 from troupe.checkpoints import writing
 from troupe.checkpoints.adapters import AdapterContent, distinct_tensors, linear_layers, merged
-from troupe.checkpoints.merging import merge_in_place
+from troupe.checkpoints.merging import merge_in_place, whole_model
+from troupe.checkpoints.verifying import Lineage, digests
 from troupe.rpc import DataLoss, FailedPrecondition
 
 
@@ -117,3 +118,26 @@ def test_a_merge_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
     merge_in_place(tmp_path / "first")  # imports modules that take memory themselves
     grown = growth(lambda: merge_in_place(tmp_path / "out"))
     assert grown <= 1.2 * largest + (8 << 20) < size / 2
+
+
+def test_a_checkpoint_plays_on_the_base_that_its_job_keeps(tmp_path: Path) -> None:
+    """The adapter names a directory that is gone, as that of random weights or `init_from`."""
+    model, job = make("gpt2"), tmp_path / "mine"
+    folder = job / "checkpoints/solver/v2"
+    write_adapter(folder, model, tmp_path / "gone", torch.float32)
+    base = job / "checkpoints/.base/abc"
+    model.save_pretrained(base)
+    Lineage("mine", "it", "solver", 2, 1, "", "", "abc", files=digests(folder)).write(folder)
+    with pytest.raises(DataLoss) as caught:  # which names the right checksum
+        whole_model(folder, tmp_path / "refused")
+    assert caught.value.field == "base"
+    assert "troupe export JOB DIR --merged --base" in str(caught.value.remedy)
+    found = caught.value.message.partition("has checksum ")[2].partition(",")[0]
+    base.rename(base.with_name(found))
+    (folder / "troupe.json").unlink()
+    Lineage("mine", "it", "solver", 2, 1, "", "", found, files=digests(folder)).write(folder)
+    merged = whole_model(folder, tmp_path / "whole")
+    assert merged == tmp_path / "whole"
+    assert (merged / "model.safetensors").is_file()
+    assert (folder / "adapter_config.json").is_file()
+    assert whole_model(merged, tmp_path / "unused") == merged

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from troupe.checkpoints.verifying import Lineage, digests
-from troupe.rpc.errors import DataLoss, FailedPrecondition
+from troupe.rpc.errors import DataLoss, FailedPrecondition, TroupeError
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,34 @@ ByteBar = Callable[[str, int], Callable[[int], None]]
 def is_adapter_folder(folder: Path) -> bool:
     """Return whether the checkpoint in `folder` is a LoRA adapter."""
     return (folder / ADAPTER_FILES[0]).is_file()
+
+
+def whole_model(checkpoint: Path, copy: Path) -> Path:
+    """Return the directory of a checkpoint's whole model: `checkpoint`, or the new directory `copy`
+    with its adapter merged into the base that its job keeps, else into the base that it names.
+
+    Raises like `merge_in_place`.
+    """
+    if not is_adapter_folder(checkpoint):
+        return checkpoint
+    shutil.copytree(checkpoint, copy)
+    lineage, base = Lineage.read(copy), None
+    if lineage is not None:
+        # JOB/checkpoints/POLICY/VERSION, or JOB/best/POLICY/VERSION
+        job = checkpoint.resolve() / "../../.."
+        kept = (job / "checkpoints" / ".base" / lineage.base_checksum).resolve()
+        base = kept if lineage.base_checksum and kept.is_dir() else None
+    try:
+        merge_in_place(copy, base)
+    except TroupeError as error:
+        # Only an export has this option.
+        if error.field == "--base":
+            error.field = "base"
+            error.remedy = (
+                "Take an export of the whole model: `troupe export JOB DIR --merged --base PATH`."
+            )
+        raise
+    return copy
 
 
 def merge_in_place(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
+from troupe.checkpoints.merging import is_adapter_folder, whole_model
 from troupe.checkpoints.retention import choose, only_policy
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
@@ -179,7 +178,7 @@ def _models(
     names = list(dict.fromkeys(one.policy for one in agents)) or [ANY]
     path = Path(policy).expanduser()
     if path.is_dir() and ((path / "config.json").is_file() or is_adapter_folder(path)):
-        return dict.fromkeys(names, _whole(path, place / "model"))
+        return dict.fromkeys(names, whole_model(path, place / "model"))
     job_id, _, number = policy.partition("@")
     root = data_directory(data_dir)
     if "/" in policy or not job_id or (number and not number.isdecimal()):
@@ -197,7 +196,7 @@ def _models(
         else:
             checkpoint = place / f"exported-{name}"
             call(cluster, data_dir, partial(_export, job_id, wanted, version, checkpoint))
-        found[name] = _whole(checkpoint, place / name)
+        found[name] = whole_model(checkpoint, place / name)
     return found
 
 
@@ -207,15 +206,6 @@ async def _export(
     job = client.job(job_id)
     kept = dict.fromkeys(one.policy for one in await job.checkpoints())
     await job.export(only_policy(kept, policy), to, version)
-
-
-def _whole(checkpoint: Path, copy: Path) -> Path:
-    """Return the directory of the whole model: `checkpoint`, or `copy` with its adapter merged."""
-    if not is_adapter_folder(checkpoint):
-        return checkpoint
-    shutil.copytree(checkpoint, copy)
-    merge_in_place(copy)
-    return copy
 
 
 def _with_engines(setting: Setting, stack: ExitStack) -> tuple[Setting, Policy | dict[str, Policy]]:

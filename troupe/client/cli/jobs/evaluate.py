@@ -15,9 +15,9 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
-from troupe.checkpoints.retention import copy_checkpoint, none_such, versions_of_all
-from troupe.checkpoints.verifying import Lineage
+from troupe.checkpoints.merging import is_adapter_folder, whole_model
+from troupe.checkpoints.retention import none_such, versions_of_all
+from troupe.checkpoints.verifying import Lineage, verify
 from troupe.client.cli import options
 from troupe.client.cli.specification import apply_assignments
 from troupe.client.cli.train import TrainPlan, refuse_without_servers, run, settings_of_job
@@ -78,9 +78,11 @@ def evaluate(
     raw = apply_assignments(load_text(source), assignments or [], str(source))
     scratch = Path(tempfile.mkdtemp(prefix="troupe-evaluate-"))
     try:
+        for path in checkpoints.values():
+            if is_adapter_folder(path):
+                verify(path)
         models = {
-            policy: _whole(path, source.parent, scratch / policy)
-            for policy, path in checkpoints.items()
+            policy: whole_model(path, scratch / policy) for policy, path in checkpoints.items()
         }
         spec = _evaluated(raw, names, models)
         if cluster is None and running_state(cluster_settings.data_dir) is None:
@@ -254,14 +256,3 @@ def found_checkpoints(
         every = [f"{policy}@{at}" for policy, versions in kept.items() for at, _ in versions]
         raise none_such("any policy", version, every)
     return directory / SPEC_FILE, chosen
-
-
-def _whole(checkpoint: Path, job: Path, scratch: Path) -> Path:
-    """Return the checkpoint as a whole model, merging an adapter into its base below `scratch`."""
-    if not is_adapter_folder(checkpoint):
-        return checkpoint
-    lineage = Lineage.read(checkpoint)
-    base = job / "checkpoints" / ".base" / (lineage.base_checksum if lineage else "")
-    merged = copy_checkpoint(checkpoint, scratch)
-    merge_in_place(merged, base if lineage and lineage.base_checksum and base.is_dir() else None)
-    return merged
