@@ -12,6 +12,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.orchestrator.context import Shared
+from services.orchestrator.placement.nodes import jobs_on
 from services.orchestrator.placement.workers import AWAY, WorkerHandle
 from services.orchestrator.state.records import TERMINAL
 from troupe.rpc import NotFound, TroupeError, new_id
@@ -98,13 +99,7 @@ async def ended_holders(shared: Shared) -> frozenset[str]:
     released when another job starts."""
     over: dict[str, bool] = {}
     workers = shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
-    # An engine's id begins with its job's.
-    held = {
-        holder.partition(".")[0]
-        for worker in workers
-        for device in worker.beat.devices
-        for holder in device.holders
-    }
+    held = set[str]().union(*(jobs_on(one) for worker in workers for one in worker.beat.devices))
     return frozenset([job_id for job_id in sorted(held) if await _over(shared, over, job_id)])
 
 

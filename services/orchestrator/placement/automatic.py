@@ -16,6 +16,7 @@ from typing import Final
 import structlog
 
 from services.orchestrator.context import JobContext, Shared
+from services.orchestrator.placement.nodes import jobs_on
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.records import JobRecord
 from troupe.job.automatic import (
@@ -111,8 +112,7 @@ def job_devices(
         beat, kind = worker.beat, "trainer" if worker.kind == _TRAINER else "rollout"
         joins &= kind == "rollout" or beat.trainer.lends or not beat.trainer.ranks
         for device in beat.devices:
-            others = any(one.partition(".")[0] not in own for one in device.holders)
-            foreign = others and kind == "rollout"
+            foreign = kind == "rollout" and bool(jobs_on(device) - set(own))
             if beat.node not in nodes:
                 add(kind, ("", worker.worker_id), device, free=not foreign)
             elif foreign:

@@ -125,6 +125,11 @@ class NodeRegistry:
         return self._clock() - seen < self._lost_seconds
 
 
+def jobs_on(device: orchestrator_pb.GivenDevice) -> set[str]:
+    """Return the jobs whose engines hold a device; an engine's id begins with its job's."""
+    return {engine_id.partition(".")[0] for engine_id in device.holders}
+
+
 def check_devices(
     spec: JobSpec,
     workers: Iterable[WorkerHandle],
@@ -137,7 +142,6 @@ def check_devices(
 
     `leaving`: jobs whose devices are free once this one starts: ended ones, and this one itself.
     `queued`: the job starts when another has ended, so that it only needs devices that exist.
-
     Workers without devices are not checked, since their servers choose devices themselves.
     """
     wanted = devices_of_engines(spec)
@@ -146,9 +150,7 @@ def check_devices(
         return
     for worker in workers:
         devices = worker.beat.devices
-        # An engine's id begins with its job's.
-        holders = [{holder.partition(".")[0] for holder in one.holders} for one in devices]
-        holders = [set() if queued else one - set(leaving) for one in holders]
+        holders = [set() if queued else jobs_on(one) - set(leaving) for one in devices]
         free = sum(not one for one in holders)
         if not devices or needed <= free:
             continue
