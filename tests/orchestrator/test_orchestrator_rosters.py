@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.orchestrator.pipeline.step_queries import StepQueries
+from services.orchestrator.pipeline.steps import StepContext, StepRollout
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import until
 from troupe.scheduling.curriculum import number_of
@@ -189,6 +191,29 @@ async def test_a_job_that_was_cancelled_goes_on_with_a_smaller_alpha(cluster: Cl
     await finish(cluster, job_id, 6)
     taken = sorted(itertools.chain.from_iterable(await index_sets(cluster, job_id, 6)))
     assert taken == list(range(len(taken))), "no item is left out or taken twice"
+
+
+def test_a_version_that_a_trainer_has_reported_counts_once_its_commit_is_noted() -> None:
+    """Before, the step still to be committed would count in addition to its own version."""
+    trainer = SimpleNamespace(weights=SimpleNamespace(version=0))
+    context: Any = SimpleNamespace(
+        job=SimpleNamespace(spec=SimpleNamespace(alpha_of=lambda policy: 2)),
+        trainers=SimpleNamespace(policies={"solver": trainer}),
+        committed={"solver": 0},
+        versions={"solver": 0},
+    )
+    batch = SimpleNamespace(started={"q0": {"solver": 0}})
+    step: Any = SimpleNamespace(batch=batch, _context=context)
+
+    def too_old_in(number: int) -> bool:
+        after: Any = SimpleNamespace(queries=SimpleNamespace(step=number))
+        return StepRollout._too_old(step, "q0", after)
+
+    assert [too_old_in(2), too_old_in(3)] == [False, True]
+    trainer.weights.version = 1
+    assert [too_old_in(2), too_old_in(3)] == [False, True]
+    StepContext.note_commit(context, "solver", 0)
+    assert [too_old_in(2), too_old_in(3)] == [False, True]
 
 
 async def test_a_query_that_never_ends_is_dropped_as_stale(cluster: Cluster) -> None:

@@ -164,9 +164,17 @@ class StepContext:
     # Measured durations of trajectories and steps.
     profile: JobProfile = field(kw_only=True)
     split: SplitWatch = field(kw_only=True)
-    # Committed steps, and steps whose result engines serve, by trained policy.
+    # By trained policy: committed steps, the version after them, and steps whose result engines
+    # serve.
     committed: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
+
+    def note_commit(self, policy: str, step: int) -> None:
+        """Note that a policy has committed a step. Its trainer knows the version before, when the
+        worker reports it: the two must not be read in between."""
+        self.committed[policy] = max(self.committed[policy], step + 1)
+        self.versions[policy] = self.trainers.policies[policy].weights.version
 
 
 class StepRunner:
@@ -240,7 +248,7 @@ class StepRunner:
         )
         self._rollout.opened()
         for policy in queries.commits:
-            self._context.committed[policy] = max(self._context.committed[policy], self.step + 1)
+            self._context.note_commit(policy, self.step)
         kept = await self._job.shared.trajectories.find(self._job.job_id, queries.ended)
         for one in kept:
             self._tally.add(as_event(one), timed=False)
@@ -298,8 +306,8 @@ class StepRunner:
         await warn_of(self._job, self._name, commit)
         self._commits[policy] = commit
         weights = trainer.weights
-        committed, served = self._context.committed, self._context.served
-        committed[policy] = max(committed[policy], self.step + 1)
+        served = self._context.served
+        self._context.note_commit(policy, self.step)
         self._committed[policy].set()
         # Admit: rollout workers load the version.
         await self._deadline.wait(self._context.hold.wait())
@@ -506,13 +514,12 @@ class StepRollout:
         self._context.tables.touch()
 
     def _too_old(self, query_id: str, after: StepRollout) -> bool:
-        spec, policies = self._context.job.spec, self._context.trainers.policies
-        committed = self._context.committed
+        spec, committed = self._context.job.spec, self._context.committed
         return admission.too_old(
             self.batch.started.get(query_id, {}),
             after.queries.step,
             committed=committed,
-            versions={policy: policies[policy].weights.version for policy in committed},
+            versions=self._context.versions,
             alpha={policy: spec.alpha_of(policy) for policy in committed},
         )
 
@@ -643,6 +650,8 @@ class StepWindow:
         self._until = first
         self._closing = False
         context.committed.update(dict.fromkeys(self._alpha, first))
+        policies = context.trainers.policies
+        context.versions.update({one: policies[one].weights.version for one in self._alpha})
         context.served.update(context.committed)
 
     @property

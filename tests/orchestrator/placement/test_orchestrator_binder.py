@@ -157,8 +157,10 @@ async def test_a_job_that_is_over_leaves_nothing_with_any_trainer(
 
 async def one_that_waits_for_another(house: Cluster, trainer: FakeTrainer) -> str:
     """A job that waits for the only slot, whose holder is cancelled."""
-    first = await house.submit(job_yaml("first", policies=("alice",)))
-    # A policy without work leaves at once for the second job's, which then never waits.
+    # A policy without work, or whose quantum is over, leaves for the second job's, which then never
+    # waits.
+    quantum = {"policies.alice.trainer.quantum_seconds": 10 * PATIENCE}
+    first = await house.submit(job_yaml("first", policies=("alice",), **quantum))
     await until(lambda: "alice" in trainer.computing)
     second = await house.submit(job_yaml("second", policies=("bob",)))
     await house.until(second, lambda one: "waits for its turn" in one.activity)
