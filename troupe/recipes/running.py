@@ -89,6 +89,7 @@ async def run(
             empty.with_seed(one).write(out / UNFINISHED)
         results = (results or empty).with_seed(one)
         results.write(out / RESULTS)
+        results = Results.read(out / RESULTS)  # as rounded there: the page shows what is stored
         (out / UNFINISHED).unlink(missing_ok=True)
         write_page(recipe, results, out, template=root / "examples/papers" / recipe.name)
     assert results is not None, "there is a seed"
