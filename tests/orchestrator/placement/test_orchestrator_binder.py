@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -162,10 +163,13 @@ async def one_that_waits_for_another(house: Cluster, trainer: FakeTrainer) -> st
     quantum = {"policies.alice.trainer.quantum_seconds": 10 * PATIENCE}
     first = await house.submit(job_yaml("first", policies=("alice",), **quantum))
     await until(lambda: "alice" in trainer.computing)
+    shared = house.orchestrator.service._at.shared  # type: ignore[union-attr]
+    leases = shared.trainer_scheduler._leases
+    # The store tells the orchestrator of that work a moment later.
+    await until(lambda: all(one.scheduling_view(time.monotonic()).work for one in leases.values()))
     second = await house.submit(job_yaml("second", policies=("bob",)))
     await house.until(second, lambda one: "waits for its turn" in one.activity)
-    workers = house.orchestrator.service._at.shared.workers  # type: ignore[union-attr]
-    [known] = workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)
+    [known] = shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)
     await until(
         lambda: (first, "alice") in known.holds
     )  # as the last heartbeat before the end says

@@ -19,6 +19,7 @@ from services.trainer.learning.samples import Row
 from tests.support.seeing_model import STAND_IN, TOKENS, payload, seeing_config
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, random_rows
+from troupe.contracts import metric_names
 from troupe.contracts.payloads import PlacedPayload
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition
@@ -360,13 +361,10 @@ def test_a_step_that_fails_at_a_later_update_reports_changed_weights(
     assert "norm of the gradient is nan" in applied.reason
 
 
-def test_a_step_that_overflows_the_critic_is_refused(
-    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_overflows_the_critic_is_refused(tokenizer: Path) -> None:
     learner = _learner(_spec(tokenizer))
-    monkeypatch.setattr("services.trainer.learning.critic.learning_rate", lambda *_: 1e30)
     learner.accumulate(_rows(learner))
-    refused = learner.apply(0)
+    refused = learner.apply(0, rates={metric_names.CRITIC_LEARNING_RATE: 1e30})
     assert (refused.applied, refused.moved) == (False, True)
     assert refused.reason == "the norm of the critic's weights is inf after the step"
 
