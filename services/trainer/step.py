@@ -18,7 +18,7 @@ import structlog
 from services.trainer.binding import PolicyBinding
 from services.trainer.claims import Claim, StepClaims, bounds_of, is_lost, last_refs, refs_of
 from services.trainer.compute import Compute
-from services.trainer.learning.learner import learning_rates
+from services.trainer.learning.optimizer import learning_rates
 from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import SuspendedStep

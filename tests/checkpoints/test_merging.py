@@ -121,7 +121,7 @@ def test_a_merge_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_plays_on_the_base_that_its_job_keeps(tmp_path: Path) -> None:
-    """The adapter names a directory that is gone, as that of random weights or `init_from`."""
+    """The adapter names a directory that is gone, as for random weights or `init_from`."""
     model, job = make("gpt2"), tmp_path / "mine"
     folder = job / "checkpoints/solver/v2"
     write_adapter(folder, model, tmp_path / "gone", torch.float32)

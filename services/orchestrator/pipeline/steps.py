@@ -98,7 +98,7 @@ async def warn_of(job: JobContext, step: str, commit: store_pb.StepCommit) -> No
     elif commit.outcome == store_pb.STEP_OUTCOME_EMPTY and not job.spec.is_offline(commit.step):
         await job.warn(f"{step}: there was no sample for {policy}")
     elif commit.outcome == store_pb.STEP_OUTCOME_EMPTY:
-        # Nor in the next steps, perhaps: the rows are those of other agents.
+        # The next steps may have none either: their rows belong to other agents.
         job.complaints[f"no row/{policy}"] += 1
         if job.complaints[f"no row/{policy}"] == 1:
             await job.warn(f"{step}: there was no row to learn from for {policy}")

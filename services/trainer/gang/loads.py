@@ -19,7 +19,7 @@ _FIRST_SECONDS: Final = 0.01
 
 
 class Ranks(Protocol):
-    """What `together` needs of a gang's rank group."""
+    """Rank group of a gang, as far as `together` uses it."""
 
     rank: int
     size: int

@@ -33,7 +33,7 @@ from services.trainer.learning.optimizer import (
     Moments,
     export_moments,
     import_moments,
-    learning_rate,
+    learning_rates,
     make_optimizer,
 )
 from services.trainer.learning.passes import Passes
@@ -462,28 +462,6 @@ def _functions_of(spec: JobSpec) -> AlgorithmFunctions:
         return AlgorithmFunctions.of(spec)
     except EntrypointError as error:
         raise as_invalid_argument(error) from error
-
-
-def learning_rates(job: JobSpec, policy: str, version: int, step: int) -> dict[str, float]:
-    """Return the learning rates of a policy's `step`, counted from 0, from `version`, by their
-    metrics.
-
-    A schedule counts versions, as a step that is not applied does not use up its rate. In a job
-    that first learns from rows it counts steps: a policy without rows there has made no version
-    when the other steps begin.
-    """
-    optimizer, steps, done = job.policies[policy].optimizer, job.pipeline.steps, version
-    offline = job.offline
-    if offline is not None and job.is_offline(step):
-        optimizer = optimizer.model_copy(update={"lr": offline.lr or optimizer.lr})
-        steps, done = offline.steps, step
-    elif offline is not None:
-        steps, done = steps - offline.steps, step - offline.steps
-    rates = {metric_names.LEARNING_RATE: learning_rate(optimizer, done, steps)}
-    if (critic := job.algorithm.value_function) is not None:
-        rate = learning_rate(critic.optimizer, done, steps)
-        rates[metric_names.CRITIC_LEARNING_RATE] = rate
-    return rates
 
 
 class Learner(PolicyLearner[Row]):

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from services.trainer.learning.ranks import RankGroup
-from troupe.job import OptimizerSpec
+from troupe.contracts import metric_names
+from troupe.job import JobSpec, OptimizerSpec
 from troupe.job.sections.policy import Offload
 from troupe.scheduling.memory import OFFLOADED_PART
 
@@ -318,6 +319,28 @@ def learning_rate(spec: OptimizerSpec, applied: int, total: int) -> float:
     if spec.schedule == "cosine":
         return spec.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
     return spec.lr
+
+
+def learning_rates(job: JobSpec, policy: str, version: int, step: int) -> dict[str, float]:
+    """Return the learning rates of a policy's `step`, counted from 0, from `version`, by their
+    metrics.
+
+    A schedule counts versions, as a step that is not applied does not use up its rate. In a job
+    that first learns from rows it counts steps: a policy without rows there has made no version
+    when the other steps begin.
+    """
+    optimizer, steps, done = job.policies[policy].optimizer, job.pipeline.steps, version
+    offline = job.offline
+    if offline is not None and job.is_offline(step):
+        optimizer = optimizer.model_copy(update={"lr": offline.lr or optimizer.lr})
+        steps, done = offline.steps, step
+    elif offline is not None:
+        steps, done = steps - offline.steps, step - offline.steps
+    rates = {metric_names.LEARNING_RATE: learning_rate(optimizer, done, steps)}
+    if (critic := job.algorithm.value_function) is not None:
+        rate = learning_rate(critic.optimizer, done, steps)
+        rates[metric_names.CRITIC_LEARNING_RATE] = rate
+    return rates
 
 
 def make_optimizer(

@@ -241,7 +241,7 @@ async def test_a_refused_submission_leaves_nothing_that_the_next_one_begins_with
 async def test_the_base_of_an_adapter_is_the_checkpoint_that_its_policy_began_with(
     cluster: Cluster,
 ) -> None:
-    """Not its `model`, of which that checkpoint took the place."""
+    """That checkpoint replaced its `model`."""
     first = await finished(cluster)
     lora = {"policies__solver__lora": {"rank": 8, "alpha": 16}}
     second = await finished(cluster, **lora, **{SOLVER: first})

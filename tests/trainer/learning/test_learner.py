@@ -189,7 +189,7 @@ def test_a_step_that_overflows_weights_is_refused(
     weights = {n: t.clone() for n, t in learner.weights().items()}
     moments = {n: t.clone() for n, t in learner.moments().items()}
     with monkeypatch.context() as absurd:
-        absurd.setattr("services.trainer.learning.learner.learning_rate", lambda *_: 1e30)
+        absurd.setattr("services.trainer.learning.optimizer.learning_rate", lambda *_: 1e30)
         learner.accumulate(make_rows(learner.model, 6, 1))
         refused = learner.apply(1)
     assert (refused.applied, refused.moved) == (False, True)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from benchmarks.references import TRL, ReferenceUnavailable, reference_python
-from services.trainer.learning.learner import Learner, learning_rates
+from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
-from services.trainer.learning.optimizer import learning_rate
+from services.trainer.learning.optimizer import learning_rate, learning_rates
 from services.trainer.learning.samples import Row, parse_rows
 from tests.support.training import make_rollout, make_spec
 from tests.trainer.batches import random_rows, response_logprobs

@@ -113,7 +113,7 @@ def _evaluated(raw: dict[str, Any], names: Collection[str], models: Mapping[str,
         raise
 
 
-# Sections about steps, of which an evaluation has none.
+# Sections about steps; an evaluation has no steps.
 _OF_STEPS: Final = frozenset({"supervised", "preferences", "stop", "curriculum"})
 # Parts of `algorithm` with models that only steps use, or that must fit the trained models.
 _OF_LEARNING: Final = frozenset({"critic", "distillation"})
