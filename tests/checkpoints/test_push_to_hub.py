@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,25 @@ def test_an_upload_goes_on_where_it_was(
     assert {one.name: one.stat().st_mtime_ns for one in to.iterdir()} == before
     assert len(hub.uploads) == len(set(hub.uploads)) == 3
     assert len(hub.repositories["me/model"]) == len(before)
+
+
+def test_an_older_export_is_not_uploaded_in_place_of_the_newest(
+    hub: FakeHub, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "out"
+    assert push(runs, to) == 0
+    folder = runs / "mine/checkpoints/solver"
+    shutil.copytree(folder / "v3", folder / "v5")
+    Lineage("mine", "it", "solver", 5, 4, "d" * 32, "", files=digests(folder / "v3")).write(
+        folder / "v5"
+    )
+    assert push(runs, to) == 1
+    assert "is not empty" in capsys.readouterr().err
+    assert push(runs, tmp_path / "newest") == 0
+    assert push(runs, to, "--version", "3") == 0  # which is asked for
+    shutil.rmtree(folder)
+    assert push(runs, to) == 0  # the only one that is left
+    assert hub.messages == [f"it: solver @ {version}" for version in (3, 5, 3, 3)]
 
 
 def test_a_directory_with_another_export_is_refused(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,13 @@ from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, Client
 from troupe.client.cli.app import main
 from troupe.cluster.daemon import stop_running
-from troupe.cluster.state import running_state
+from troupe.cluster.state import (
+    ClusterLock,
+    ClusterState,
+    created_at,
+    running_state,
+    write_state,
+)
 from troupe.rpc import ClientSettings, RetryPolicy
 
 Run = Callable[..., tuple[int, str, str]]
@@ -121,6 +129,30 @@ def cluster(stage: Stage, job_yaml: str, monkeypatch: pytest.MonkeyPatch) -> Sta
     stage.do(stage.fake.move("mine", S.JOB_STATE_STARTING, S.JOB_STATE_RUNNING))
     stage.do(stage.fake.step("mine", 1, reward__mean=0.5, reward__solver__mean=0.5))
     return stage
+
+
+@pytest.fixture
+def running(cluster: Stage, tmp_path: Path) -> Iterator[Path]:
+    """The directory of a cluster that this process supervises."""
+    place = tmp_path / "running"
+    lock = ClusterLock(place)
+    lock.acquire()
+    created = created_at(os.getpid())
+    assert created is not None
+    state = ClusterState(
+        cluster_id="c",
+        phase="ready",
+        supervisor_pid=os.getpid(),
+        supervisor_created=created,
+        started_at=time.time(),
+        data_dir=place,
+        transfer_dir=place,
+        redis_url="",
+        orchestrator_address=cluster.address,
+    )
+    write_state(state)
+    yield place
+    lock.release()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -19,6 +20,8 @@ from tests.client.conftest import Run, Stage
 from tests.client.project import JOB_YAML
 from tests.support.fake_orchestrator import S
 from tests.support.waiting import PATIENCE
+from troupe.checkpoints.verifying import Lineage, digests
+from troupe.client.cli import export
 from troupe.client.cli.failures import explain
 from troupe.client.cli.train import TrainPlan
 from troupe.job import JobSpec
@@ -121,6 +124,50 @@ def test_exporting(run: Run, cluster: Stage, tmp_path: Path) -> None:
     status, _, err = run("export", "mine", str(target), "--policy", "solver")
     assert status == 1
     assert "is not empty" in err
+
+
+def test_a_forgotten_jobs_checkpoint_is_exported_while_the_cluster_runs(
+    run: Run, running: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = running / "gone/checkpoints/solver/v3"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    Lineage("gone", "it", "solver", 3, 2, "c" * 32, "", files=digests(folder)).write(folder)
+    here = ("--data-dir", str(running))
+    # A named cluster may have another directory.
+    status, _, err = run("export", "gone", str(tmp_path / "named"), *here)
+    assert status != 0
+    assert "gone" in err
+    monkeypatch.delenv("TROUPE_ORCHESTRATOR_ADDRESS")
+    assert run("export", "gone", str(tmp_path / "out"), *here)[0] == 0
+    assert (tmp_path / "out/config.json").read_text() == "{}"
+    assert run("export", "never", str(tmp_path / "never"), *here)[0] != 0
+
+
+def test_a_running_clusters_older_export_is_not_uploaded_in_place_of_the_newest(
+    run: Run, cluster: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded = []
+
+    class Repository:
+        def __init__(self, name: str) -> None:
+            pass
+
+        def upload(self, folder: Path, label: str) -> str:
+            uploaded.append(label)
+            return "the hub"
+
+    monkeypatch.setattr(export, "HubRepository", Repository)
+    for version in (2, 3):  # the cluster has 3
+        folder = tmp_path / f"v{version}"
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        lineage = Lineage("mine", "it", "solver", version, version - 1, "c" * 32, "")
+        replace(lineage, files=digests(folder)).write(folder)
+        (folder / "README.md").write_text("the card")
+        status, _, err = run("export", "mine", str(folder), "--push-to-hub", "me/model")
+        assert status == (0 if version == 3 else 1), err
+    assert uploaded == ["it: solver @ 3"]
 
 
 def test_an_export_to_a_url_is_uploaded(run: Run, cluster: Stage) -> None:

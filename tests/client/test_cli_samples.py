@@ -123,8 +123,13 @@ def test_a_resume_may_carry_a_specification(
     cluster.do(cluster.fake.move("mine", S.JOB_STATE_PAUSING, S.JOB_STATE_PAUSED))
     path = tmp_path / "longer.yaml"
     path.write_text(job_yaml)
-    assert run("jobs", "resume", "mine", "--spec", str(path))[0] == 0
-    assert json.loads(cluster.fake.requests("ResumeJob")[0].spec)["name"]
+    assert run("jobs", "resume", "mine", "--spec", str(path), "--set", "pipeline.steps=9")[0] == 0
+    (sent,) = cluster.fake.requests("ResumeJob")
+    assert json.loads(sent.spec)["name"]
+    assert dict(sent.overrides) == {"pipeline.steps": "9"}
+    # As people wrote it, with what the command line changed.
+    assert sent.given_spec.startswith(job_yaml.rstrip())
+    assert sent.given_spec.endswith("# Changed when it was resumed:\n#   pipeline.steps: 9\n")
 
 
 def test_the_sdk_pages_and_refuses_unknown_states(cluster: Stage) -> None:

@@ -2,41 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.client.conftest import Run, Stage
 from tests.support.fake_orchestrator import shared_engines
 from troupe.client import Client
-from troupe.cluster.state import ClusterLock, ClusterState, created_at, write_state
-
-
-@pytest.fixture
-def running(cluster: Stage, tmp_path: Path) -> Iterator[Path]:
-    """The directory of a cluster that this process supervises."""
-    place = tmp_path / "running"
-    lock = ClusterLock(place)
-    lock.acquire()
-    created = created_at(os.getpid())
-    assert created is not None
-    state = ClusterState(
-        cluster_id="c",
-        phase="ready",
-        supervisor_pid=os.getpid(),
-        supervisor_created=created,
-        started_at=time.time(),
-        data_dir=place,
-        transfer_dir=place,
-        redis_url="",
-        orchestrator_address=cluster.address,
-    )
-    write_state(state)
-    yield place
-    lock.release()
 
 
 def test_status_shows_which_policies_share_an_engine_and_their_versions(

@@ -286,6 +286,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         self, request: orchestrator_pb.ListCheckpointsRequest, context: Any
     ) -> orchestrator_pb.ListCheckpointsResponse:
         await self._note("ListCheckpoints", request, context)
+        await self._job(request.job_id, context)
         path = f"/data/{request.job_id}/checkpoints/solver/v3"
         return orchestrator_pb.ListCheckpointsResponse(
             checkpoints=[

@@ -154,7 +154,9 @@ class AsyncJobHandle:
             request_id=new_id("resume"),
             job_id=self.id,
             spec="" if job is None else job.model_dump_json(),
-            given_spec="" if spec is None or read is None else given_text(spec, read),
+            given_spec=""
+            if spec is None or read is None
+            else given_text(spec, read, overrides, "resumed"),
             overrides={path: json.dumps(value) for path, value in (overrides or {}).items()},
         )
         return Job.of((await self._stub.ResumeJob(request)).job)
@@ -521,10 +523,14 @@ def read_spec(spec: Spec, overrides: Mapping[str, Any] | None = None) -> JobSpec
 
 
 def given_text(
-    spec: Spec, job: JobSpec | ProgramJob, overrides: Mapping[str, Any] | None = None
+    spec: Spec,
+    job: JobSpec | ProgramJob,
+    overrides: Mapping[str, Any] | None = None,
+    what: str = "submitted",
 ) -> str:
     """Return the job as its author wrote it, as YAML: the own text of a file or string, with
-    comments and then `overrides` as a comment; else the fields that `job`, made of `spec`, sets."""
+    comments and then `overrides` as a comment, which says that the job was `what`; else the fields
+    that `job`, made of `spec`, sets."""
     if not isinstance(spec, str | Path):
         made = job.spec if isinstance(job, ProgramJob) else job
         fields = made.model_dump(mode="json", exclude_unset=True)
@@ -536,7 +542,7 @@ def given_text(
         f"#   {path}: {one if isinstance(one, str) else json.dumps(one, default=str)}\n"
         for path, one in overrides.items()
     )
-    return f"{text.rstrip()}\n\n# Changed when it was submitted:\n{changes}"
+    return f"{text.rstrip()}\n\n# Changed when it was {what}:\n{changes}"
 
 
 def refuse_one_text(given: object, field: str) -> None:

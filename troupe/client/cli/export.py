@@ -21,7 +21,7 @@ from troupe.client.cli.options import byte_bar, call
 from troupe.client.discovery import ADDRESS_VARIABLE, data_directory
 from troupe.cluster.state import running_state
 from troupe.job.spec import policy_of
-from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound
 from troupe.storage import LocalPlace, Place, place_at
 
 
@@ -118,12 +118,45 @@ def _earlier(
             policy = policy_of(spec, policy)
         else:
             policy = played_in(root / job_id, policy)
-    return found if is_export(folder, job_id, policy, version) else None
+    if not is_export(folder, job_id, policy, version):
+        return None
+    if version is None and _superseded(found, cluster, data_dir):
+        return None
+    return found
+
+
+def _superseded(found: Lineage, cluster: str | None, data_dir: Path | None) -> bool:
+    """Return whether the job has another checkpoint by now that exports without a version take."""
+    root = data_directory(data_dir)
+    if not _is_up(root, cluster):
+        try:
+            newest = Lineage.read(choose(root, found.job_id, found.policy, None))
+        except NotFound:  # only the export is left
+            return False
+        return newest is not None and newest.version != found.version
+
+    async def newer(client: AsyncClient) -> bool:
+        job = client.job(found.job_id)
+        stop = (await job.info()).spec.get("stop") or {}
+        if stop.get("best") == "exported":
+            return False  # the cluster knows which one is the best
+        versions = [o.version for o in await job.checkpoints() if o.policy == found.policy]
+        return max(versions, default=found.version) > found.version
+
+    try:
+        return call(cluster, data_dir, newer)
+    except NotFound:  # the cluster has forgotten the job
+        return False
 
 
 def _is_up(root: Path, cluster: str | None) -> bool:
     """Return whether a cluster is named, or runs in the data directory `root`."""
-    return bool(cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None)
+    return _is_named(cluster) or running_state(root) is not None
+
+
+def _is_named(cluster: str | None) -> bool:
+    """Return whether the user names a cluster, which may have another data directory."""
+    return bool(cluster or os.environ.get(ADDRESS_VARIABLE))
 
 
 def _export(
@@ -140,9 +173,16 @@ def _export(
     root = data_directory(data_dir)
     # An incomplete export is useless, and its directory would block the next attempt.
     with place.new_folder(last=LINEAGE) as draft, byte_bar() as progress:
+        rewards: dict[str, float] | None = None
         if _is_up(root, cluster):
-            rewards = _from_cluster(job_id, draft, policy, version, cluster, data_dir, progress)
-        else:
+            try:
+                rewards = _from_cluster(job_id, draft, policy, version, cluster, data_dir, progress)
+            except NotFound as error:
+                # A job that this cluster has forgotten: its checkpoints stay in its directory.
+                forgotten = error.field == "job_id" and not _is_named(cluster)
+                if not (forgotten and (root / job_id / "checkpoints").is_dir()):
+                    raise
+        if rewards is None:
             checkpoint = choose(root, job_id, policy, version)
             add = progress("copying", sum(one.stat().st_size for one in checkpoint.rglob("*")))
             copy_files(checkpoint, draft, add)
