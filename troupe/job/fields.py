@@ -107,9 +107,12 @@ class JobFields(Section):
     def offline_only(self) -> bool:
         """Whether no trajectories are played, because all steps learn from rows and there are no
         evaluations."""
-        spec = self.offline
-        every = spec is not None and spec.steps >= self.pipeline.steps
-        return every and not self.evaluation_sets
+        return self.steps_are_offline and not self.evaluation_sets
+
+    @property
+    def steps_are_offline(self) -> bool:
+        """Whether all steps learn from rows."""
+        return self.offline is not None and self.offline.steps >= self.pipeline.steps
 
     def is_offline(self, step: int) -> bool:
         """Return whether the step, counted from 0, learns from rows."""

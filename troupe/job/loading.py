@@ -180,7 +180,16 @@ def parse_job(
     """Validate YAML (or JSON) text; `source` is its name in errors. `overrides`: other values by
     path, as YAML. Raises `JobSpecError`."""
     raw = read_mapping(text, source)
-    return job_of(with_overrides(raw, _values(overrides)) if overrides else raw)
+    if not overrides:
+        return job_of(raw)
+    job = job_of(with_overrides(raw, _values(overrides)))
+    for path, value in overrides.items():
+        section, _, name = path.partition(".")
+        if section == "policies" and name.partition(".")[0] in job.slots:
+            problem = "is of a slot, whose values follow from its learner's policy"
+            remedy = "Change that policy, or population.engine."
+            raise JobSpecError([FieldProblem(path, _cut(value), problem, remedy)])
+    return job
 
 
 async def parse_job_in_thread(

@@ -60,7 +60,8 @@ def evaluation_of_metric(metric: str) -> str:
 def metric_problem(spec: JobFields, metric: str) -> str:
     """Return why no step and no evaluation of the job logs `metric`, with names that are near to
     it; empty if one may."""
-    known = [*_rollout(spec), *_step(spec)]
+    played = () if spec.steps_are_offline else _rollout(spec)
+    known = [*played, *_step(spec)]
     for name in spec.evaluation_sets:
         prefix = evaluation_prefix(name)
         names = (*_rollout(spec), *_solved(spec, name), *_team(spec, name))

@@ -12,15 +12,14 @@ from troupe.algorithms.traits import losses_that
 from troupe.contracts import metric_names
 from troupe.job.engines import KINDS
 from troupe.job.engines.sharing import check_sharing, engine_groups, shared_policies
+from troupe.job.evaluations import check_evaluations, check_success
 from troupe.job.fields import JobFields
-from troupe.job.metrics import evaluation_of_metric, evaluation_prefix, metric_problem
 from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
 from troupe.job.sections.agents import AgentSpec, RoutingSpec
 from troupe.job.sections.algorithm import AlgorithmSpec
 from troupe.job.sections.balancing import BalancingSpec
 from troupe.job.sections.data import TasksSpec
-from troupe.job.sections.population import Pools
-from troupe.job.sections.run import EvaluationSetSpec, EvaluationSpec
+from troupe.job.sections.population import Pools, slot_problem
 from troupe.rpc.errors import NotFound
 
 # Defaults for jobs with an environment: fragments take equally long and are not compared.
@@ -138,80 +137,14 @@ class JobSpec(JobFields):
 
     @model_validator(mode="after")
     def _evaluations(self) -> Self:
-        tasks = self.tasks
-        for name, one in self.evaluation_sets.items():
-            field = f"evaluations.{name}" if name else "evaluation"
-            own = one.tasks if isinstance(one, EvaluationSetSpec) else None
-            if own is None and tasks is not None and not tasks.holds_out:
-                raise ValueError(
-                    f"tasks.held_out: is missing, but `{field}` needs it; name a split or a file, "
-                    "or a fraction (0.05) of the rows"
-                )
-            if self.environment is not None and (own is not None or not one.queries):
-                raise ValueError(
-                    f"{field}.{'tasks' if own else 'queries'}: networks play the environment; say "
-                    "how many `queries`, and no tasks"
-                )
-            if name in ("reward", "trajectories"):
-                raise ValueError(f"{field}: metrics have this name; choose another")
-            self._check_success(field, one.success)
-            _check_judges(self, field, one)
-            _check_contributions(self, field, name)
-        if not self.pipeline.steps and not self.evaluation_sets:
-            raise ValueError(
-                "pipeline.steps: with 0 steps there is no training, and the job has no evaluation; "
-                "set "
-                "evaluation.queries, or take steps"
-            )
-        best = self.checkpoint.best
-        if best is not None:
-            prefixes = tuple(evaluation_prefix(name) for name in self.evaluation_sets)
-            if not best.metric.startswith(prefixes):
-                raise ValueError(
-                    f"checkpoint.best.metric: `{best.metric}` is of no evaluation of this job; its "
-                    f"metrics begin with {', '.join(prefixes) or 'nothing: it has none'}"
-                )
-        self._check_stop()
+        check_evaluations(self)
         return self
-
-    def _check_stop(self) -> None:
-        stop, best = self.stop, self.checkpoint.best
-        if stop is None:
-            return
-        if problem := metric_problem(self, stop.metric):
-            raise ValueError(f"stop.metric: {problem}")
-        if stop.of_evaluation:
-            name = evaluation_of_metric(stop.metric)
-            if not self.evaluation_of(name).every:
-                field = f"evaluations.{name}" if name else "evaluation"
-                raise ValueError(
-                    f"{field}.every: is 0, so `stop` would see no value before the last step; set "
-                    "the steps between evaluations"
-                )
-        elif stop.best and self.pipeline.mode == "async":
-            raise ValueError(
-                "stop.best: in mode `async` steps overlap, so no checkpoint belongs to a value of "
-                f"`{stop.metric}`; choose a metric of an evaluation, or another mode"
-            )
-        if stop.best and best is not None and (best.metric, best.mode) != (stop.metric, stop.mode):
-            raise ValueError(
-                f"stop.best: checkpoint.best already chooses by `{best.metric}` (mode "
-                f"`{best.mode}`), and a job keeps one best checkpoint; leave one of them out"
-            )
-
-    def _check_success(self, field: str, success: str | None) -> None:
-        known = (metric_names.TEAM, *self.agents, *self.rewards)
-        if success is not None and success not in known:
-            raise ValueError(
-                f"{field}.success: '{success}' is neither an agent nor one of `rewards`; "
-                f"known: {', '.join(known)}"
-            )
 
     @model_validator(mode="after")
     def _curriculum(self) -> Self:
         if self.curriculum is None:
             return self
-        self._check_success("curriculum", self.curriculum.success)
+        check_success(self, "curriculum", self.curriculum.success)
         if self.environment is not None or self.tasks is None:
             raise ValueError("curriculum: the job has no `tasks` to choose from; leave it out")
         if self.pipeline.early_start:
@@ -435,7 +368,7 @@ class JobSpec(JobFields):
                 known = ", ".join(sorted(self.policies))
                 raise ValueError(f"{field}: '{teacher}' is not a policy; known: {known}")
             if teacher in self.slots:
-                raise ValueError(f"{field}: {_of_slot(teacher)}")
+                raise ValueError(f"{field}: {slot_problem(teacher)}")
             student, wise = self.policies[self.agents[agent].policy], self.policies[teacher]
             if wise.trainable or not student.trainable:
                 which = teacher if wise.trainable else self.agents[agent].policy
@@ -642,60 +575,6 @@ def _check_roles(job: JobSpec) -> None:
                     )
 
 
-def _check_judges(job: JobSpec, field: str, evaluation: EvaluationSpec) -> None:
-    """Raise ValueError that names the field for a judge that is no agent."""
-    for judge in evaluation.judges:
-        if judge not in job.agents:
-            known = ", ".join(sorted(job.agents))
-            raise ValueError(f"{field}.judges: '{judge}' is not an agent; known: {known}")
-
-
-def _of_slot(policy: str) -> str:
-    """Return why a slot of the population cannot be named where a frozen policy is meant."""
-    return (
-        f"'{policy}' is a slot of the population, which serves one member after another; name a "
-        "frozen policy of the job"
-    )
-
-
-def _check_contributions(job: JobSpec, field: str, name: str) -> None:
-    """Raise ValueError that names the field if agents of evaluation `name` cannot be replaced."""
-    evaluation = job.evaluation_of(name)
-    spec = evaluation.contributions
-    if spec is None:
-        return
-    field = f"{field}.contributions"
-    if spec.by is not None:
-        if spec.by not in job.policies:
-            known = ", ".join(sorted(job.policies))
-            raise ValueError(f"{field}.by: '{spec.by}' is not a policy; known: {known}")
-        if spec.by in job.slots:
-            raise ValueError(f"{field}.by: {_of_slot(spec.by)}")
-        if job.policies[spec.by].trainable:
-            raise ValueError(
-                f"{field}.by: '{spec.by}' is trained, so contributions before and after would "
-                "be relative to different weights; name a policy with `trainable: false`"
-            )
-    for agent in spec.agents:
-        if agent not in job.agents:
-            known = ", ".join(sorted(job.agents))
-            raise ValueError(f"{field}.agents: '{agent}' is not an agent; known: {known}")
-        if job.agents[agent].policy == spec.by:
-            raise ValueError(
-                f"{field}.agents: '{spec.by}' plays '{agent}' anyway, so nothing would be "
-                "replaced; leave the agent out"
-            )
-    if not (replaced := job.replaced_agents(name)):
-        raise ValueError(f"{field}.by: '{spec.by}' plays all agents, so nothing is replaced")
-    queries = min(spec.queries, evaluation.queries or spec.queries)
-    total = queries * evaluation.samples * len(replaced)
-    if total > MAX_TRAJECTORIES:
-        raise ValueError(
-            f"{field}.queries: {total:,} trajectories with one of {len(replaced)} agents replaced "
-            f"are more than {MAX_TRAJECTORIES:,}; lower it"
-        )
-
-
 def _check_networks(job: JobSpec) -> None:
     """Raise ValueError that names the field for settings that do not match networks or language
     models."""
@@ -805,6 +684,13 @@ def _check_population(job: JobSpec, pools: Pools) -> None:
             raise ValueError(
                 f"policies.{name}: is a slot, which the population adds; choose another name, or "
                 "remove it"
+            )
+    for name in pools.learners if population.restart == "base" else ():
+        origin = job.policies[name].init_from
+        if origin is not None and origin.optimizer:
+            raise ValueError(
+                f"policies.{name}.init_from.optimizer: each restart (population.restart: base) "
+                "begins with a new optimizer; leave it out, or restart from the latest weights"
             )
     if population.algorithm != "regularized":
         return

@@ -50,6 +50,22 @@ def test_a_learner_may_begin_with_an_optimizers_state() -> None:
     began = {name: one.init_from for name, one in found.policies.items()}
     assert [name for name, one in began.items() if one is None or one.job != "before"] == []
     assert [name for name, one in began.items() if one is not None and one.optimizer] == ["player"]
+    # A restart would take this state again.
+    said = fault(spec | {"population": {"slots": 2, "restart": "base"}})
+    assert "policies.player.init_from.optimizer: each restart" in said
+
+
+def test_a_change_of_a_slot_is_refused() -> None:
+    """It would be silently without effect, since slots follow from their learners."""
+    text = parse_job(yaml.safe_dump(job(slots=2))).model_dump_json()  # as it is stored
+    for path in ("policies.all--1.engine.replicas", "policies.all--1.engine"):
+        value = "2" if path.endswith("replicas") else "{replicas: 2}"
+        with pytest.raises(JobSpecError) as caught:
+            parse_job(text, overrides={path: value})
+        assert f"{path} = {value}: is of a slot" in str(caught.value)
+        assert "population.engine" in str(caught.value)
+    spec = parse_job(text, overrides={"policies.player.engine.replicas": "2"})
+    assert spec.policies["player"].engine.replicas == 2
 
 
 def test_players_of_other_policies_have_pools_of_their_own() -> None:

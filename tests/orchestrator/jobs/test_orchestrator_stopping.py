@@ -318,6 +318,14 @@ async def test_a_metric_that_no_step_has_is_named_once(cluster: Cluster) -> None
         ),
         ({"stop": {"metric": "entropy", "at": 1}}, "stop.metric", "`solver/entropy`"),
         ({"stop": {"metric": "evaluation/team/mean", "at": 1}}, "stop.metric", "no metric of"),
+        (  # which plays no trajectories
+            {
+                "supervised": {"tasks": {"source": "examples.nowhere:Tasks"}, "steps": 2},
+                "stop": {"metric": "reward/mean", "at": 1},
+            },
+            "stop.metric",
+            "`reward/mean` is no metric of this job",
+        ),
         (
             {
                 "evaluations": {"gsm8k": {"queries": 1, "samples": 4, "every": 1}},

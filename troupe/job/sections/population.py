@@ -481,3 +481,11 @@ def _rosters(
             shared = set(pool.agents).union(*(played[name] for name in pool.learners))
             played |= dict.fromkeys(pool.learners, shared)
     return {name: tuple(one for one in agents if one in own) for name, own in played.items()}
+
+
+def slot_problem(policy: str) -> str:
+    """Return why a slot of the population cannot be named where a frozen policy is meant."""
+    return (
+        f"'{policy}' is a slot of the population, which serves one member after another; name a "
+        "frozen policy of the job"
+    )
