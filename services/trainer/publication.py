@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from services.chassis.transfer import HostTransfer
-from services.trainer.learning.lora import AdaptedBase
+from services.trainer.learning.frozen_base import AdaptedBase
 from troupe.checkpoints.adapters import base_key
 from troupe.checkpoints.proof import Proof, metadata_of, proof_in
 from troupe.rpc import FailedPrecondition

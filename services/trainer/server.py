@@ -149,7 +149,7 @@ class TrainerService(trainer_grpc.TrainerServicer):
     ) -> trainer_pb.SuspendResponse:
         """Suspend a policy to free its device."""
         key = _key_of(request)
-        work = self.worker.swaps.suspend(key, empty_cache=request.empty_cache)
+        work = self.worker.swaps.suspend(key, free_device=request.free_device)
         return trainer_pb.SuspendResponse(state=await self.worker.detached(work))
 
     async def Resume(

@@ -30,6 +30,7 @@ from services.trainer.compute import (
 from services.trainer.frozen_versions import FrozenVersions
 from services.trainer.gang.gang import ALONE, GangHosts, Gangs, ranks_here
 from services.trainer.gang.lending import LentDevices
+from services.trainer.learning.frozen_base import leave_unused_bases
 from services.trainer.learning.model import import_transformers
 from services.trainer.settings import TrainerSettings
 from services.trainer.specifications import Specifications
@@ -279,10 +280,11 @@ class Swaps:
             ["job_id", "policy", "what"],
         )
 
-    async def suspend(self, key: Key, *, empty_cache: bool = False) -> trainer_pb.SuspendedState:
+    async def suspend(self, key: Key, *, free_device: bool = False) -> trainer_pb.SuspendedState:
         """Suspend a policy to free its device; repeated, it returns the same state.
 
-        `empty_cache`: give freed device memory back to the driver, for other processes.
+        `free_device`: free all memory of the device that bound policies do not need, for other
+        processes.
         Raises NotFound of kind "not_bound", and as `PolicyBinding.suspend`: then the policy stays
         bound, unless the ranks of its gang have ended (Aborted of kind "gang_lost").
         """
@@ -301,8 +303,8 @@ class Swaps:
                 # In parallel with the computation of a policy that was resumed already.
                 with self._swap_clock.swapping() as seconds:
                     state = await asyncio.to_thread(binding.suspend, unfinished)
-                    if empty_cache:
-                        await asyncio.to_thread(give_back_memory)
+                    if free_device:
+                        await asyncio.to_thread(_free_device)
                     state.seconds = seconds()
             except TroupeError:
                 binding.move(common_pb.BINDING_STATE_IDLE)
@@ -370,6 +372,12 @@ class Swaps:
         binding.swapped(seconds)
         self._seconds.labels(binding.job_id, binding.policy, what).inc(seconds)
         log.info(what, job_id=binding.job_id, policy=binding.policy, seconds=round(seconds, 4))
+
+
+def _free_device() -> None:
+    """Free memory of the device that no bound policy needs, for other processes."""
+    leave_unused_bases()
+    give_back_memory()
 
 
 class TrainerWorker:
@@ -564,6 +572,7 @@ class TrainerWorker:
                 kind="devices_held",
                 remedy="Release or suspend them first: ranks for others get all of its devices.",
             )
+        await asyncio.to_thread(_free_device)
         async for event in self.lent.host(request):
             yield event
 

@@ -499,23 +499,23 @@ class SuspendRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
-    EMPTY_CACHE_FIELD_NUMBER: _builtins.int
+    FREE_DEVICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
-    empty_cache: _builtins.bool
-    """Give all freed device memory back to the driver, because another process needs it."""
+    free_device: _builtins.bool
+    """Free all memory of the device that bound policies do not need, because another process needs it."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         job_id: _builtins.str = ...,
         policy: _builtins.str = ...,
-        empty_cache: _builtins.bool = ...,
+        free_device: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty_cache", b"empty_cache", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_device", b"free_device", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

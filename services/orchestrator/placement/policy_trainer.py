@@ -333,7 +333,7 @@ class PolicyTrainer:
             await deadline.wait(lease.settled())
             while (worker := self.worker) is not None:
                 deadline.report(f"moving the training state of {self.policy} off its devices")
-                lease.suspend(empty_cache=True)
+                lease.suspend(free_device=True)
                 await deadline.wait(lease.settled())
                 if self.worker is worker:
                     await attempts.failed(

@@ -63,13 +63,13 @@ class PolicySuspension:
         """Return whether a worker could not suspend the policy and is not asked again yet."""
         return now < self._stuck_until
 
-    async def suspend(self, worker: WorkerHandle, *, empty_cache: bool, seconds: float) -> None:
+    async def suspend(self, worker: WorkerHandle, *, free_device: bool, seconds: float) -> None:
         """Have `worker` suspend the policy. Raises `TroupeError`."""
         request = trainer_pb.SuspendRequest(
             request_id=new_id("lease"),
             job_id=self._job_id,
             policy=self._policy,
-            empty_cache=empty_cache,
+            free_device=free_device,
         )
         response = await worker.trainer.Suspend(request, timeout=seconds)
         self._suspended_by, self.state = worker, response.state

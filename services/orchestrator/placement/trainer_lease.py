@@ -90,11 +90,11 @@ class TrainerLease:
         """Return the job's specification (JSON) for the group led by `worker`."""
         return await self.demand.memory.specification_on(worker, *self.workers.group[1:])
 
-    def suspend(self, *, empty_cache: bool = False) -> None:
-        """Have the policy suspended, so that another one may have its worker; `empty_cache`: or
+    def suspend(self, *, free_device: bool = False) -> None:
+        """Have the policy suspended, so that another one may have its worker; `free_device`: or
         another process its device."""
         if self.workers.leader is not None and self._leaving is None:
-            self._leaving = self._spawn(self._suspend(self.workers.leader, empty_cache))
+            self._leaving = self._spawn(self._suspend(self.workers.leader, free_device))
 
     def give_up_group(self) -> None:
         """Have the leader release the policy, then give all of its workers up."""
@@ -140,13 +140,13 @@ class TrainerLease:
         for task in self._tasks:
             task.cancel()
 
-    async def _suspend(self, worker: WorkerHandle, empty_cache: bool) -> None:
+    async def _suspend(self, worker: WorkerHandle, free_device: bool) -> None:
         seconds = self._job.shared.settings.bind_timeout_seconds
         gone = False
         try:
             async with self.workers.while_alive(worker):
                 if self._job.spec.policies[self._policy].trainable:
-                    await self.suspension.suspend(worker, empty_cache=empty_cache, seconds=seconds)
+                    await self.suspension.suspend(worker, free_device=free_device, seconds=seconds)
                 else:
                     # A frozen policy has no training state to keep.
                     await self._ask_release(worker, seconds)

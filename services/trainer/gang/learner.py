@@ -19,8 +19,8 @@ from services.trainer.gang.gang import ALONE, GangHosts, Gangs, Loaded, encode_r
 from services.trainer.gang.loading import adapted_outline
 from services.trainer.gang.payloads import StepPayloads
 from services.trainer.gang.rank_learner import What
+from services.trainer.learning.frozen_base import AdaptedBase
 from services.trainer.learning.interface import Applied, PolicyLearner
-from services.trainer.learning.lora import AdaptedBase
 from services.trainer.learning.model import outline, outline_to_save, positions_of
 from services.trainer.learning.optimizer import Moments
 from services.trainer.learning.samples import Load, Row, columns_of, parse_rows

@@ -35,7 +35,8 @@ from services.trainer.gang.group import GangGroup
 from services.trainer.gang.loads import LoadProgress, together
 from services.trainer.gang.sharded_state import as_shard
 from services.trainer.learning.critic import ValueHead
-from services.trainer.learning.lora import Adapter, base_source, described_adapter, inject
+from services.trainer.learning.frozen_base import base_source
+from services.trainer.learning.lora import Adapter, described_adapter, inject
 from services.trainer.learning.model import load_problem, outline, policy_seed
 from troupe.checkpoints.adapters import AdapterContent, Tensors
 from troupe.checkpoints.format import (

@@ -42,9 +42,10 @@ from services.trainer.learning.kernels.setup import configure_model
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.lora import Adapter, begin_with
 from services.trainer.learning.model import check_teacher, load_base, load_model, with_dtype
+from services.trainer.learning.parameter_memory import PooledParameters
 from services.trainer.learning.samples import GroupBuffer, Row
 from services.trainer.state.parts import StoredParts
-from services.trainer.state.suspension import PooledParameters, split_fields, under
+from services.trainer.state.suspension import split_fields, under
 from services.trainer.state.training_state import in_memory, reported
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.adapters import Tensors
@@ -428,13 +429,14 @@ class ShardedParameters(PooledParameters):
 
     def __init__(self, module: Any, offload: Offload) -> None:
         """`module`: a model that FSDP shards."""
-        super().__init__({}, [], offload)
+        super().__init__({}, offload)
         parts = [m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)]
         found = [
             p for part in parts for group in part._fsdp_param_groups for p in group.fsdp_params
         ]
         self._shards = [one for one in found if one.sharded_param.requires_grad]
         self._memory: list[torch.Tensor] = []
+        self._away = False
 
     def leave(self) -> None:
         """Move the shards to host memory until `arrive`: a step has ended."""

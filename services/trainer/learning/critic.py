@@ -25,6 +25,7 @@ from services.trainer.learning.optimizer import (
     import_moments,
     make_optimizer,
 )
+from services.trainer.learning.parameter_memory import PooledParameters
 from services.trainer.learning.ranks import RankBatches, RankGroup
 from services.trainer.learning.samples import (
     Row,
@@ -37,7 +38,6 @@ from services.trainer.learning.samples import (
 from services.trainer.learning.sequences.attention import PACKED
 from services.trainer.learning.sequences.packing import PackedBatch, one_token
 from services.trainer.state import suspension
-from services.trainer.state.suspension import PooledParameters
 from troupe.algorithms.values import ValueStatistics, gae, value_loss
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.job.sections.algorithm import CriticSpec
@@ -104,7 +104,7 @@ class Critic:
         self._optimizer = make_optimizer(module, spec.optimizer, offload)
         # Of a gang, FSDP owns the memory of the parameters.
         own = self._trained if ranks.size == 1 else {}
-        self._pooled = PooledParameters(own, list(own.values()))
+        self._pooled = PooledParameters(own)
         self._statistics = ValueStatistics()
         self._tokens = 0
 

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from services.trainer.learning.cpu_threads import twin
+from services.trainer.learning.frozen_base import AdaptedBase
 from services.trainer.learning.kernels.half import HalfWeights
-from services.trainer.learning.lora import AdaptedBase, adapter_of
+from services.trainer.learning.lora import adapter_of
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.attention import PACKED
 from services.trainer.learning.sequences.packing import PackedBatch, PassCosts, plan
@@ -63,9 +64,11 @@ class TrainedModel:
         self.device = device
         self.module = module.to(device)
         self._adapter = adapter_of(module)
-        self.parameters: list[torch.nn.Parameter] = (
-            self._adapter.parameters if self._adapter else list(self.module.parameters())
+        # The trained parameters by the names of `weights`.
+        self.named: dict[str, torch.nn.Parameter] = (
+            self._adapter.named if self._adapter else dict(self.module.named_parameters())
         )
+        self.parameters = list(self.named.values())
         self.dtype = self.parameters[0].dtype
         self.vocabulary = int(module.get_input_embeddings().weight.shape[0])
         self.payload_kinds = payload_kinds_of(module)

@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from services.trainer.gang.gang import GangHosts
-from services.trainer.learning.lora import AdaptedBase
+from services.trainer.learning.frozen_base import AdaptedBase
 from services.trainer.learning.samples import Load
 from services.trainer.state.training_state import KeptState, Snapshot
 from troupe.checkpoints.adapters import Tensors

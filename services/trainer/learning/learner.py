@@ -24,9 +24,10 @@ from torch.utils import deterministic
 from services.trainer.learning.advantages import AdvantageEstimator
 from services.trainer.learning.critic import Critic, critic_module
 from services.trainer.learning.forward import TrainedModel
+from services.trainer.learning.frozen_base import AdaptedBase, occupy, vacate
 from services.trainer.learning.interface import Applied, PolicyLearner
 from services.trainer.learning.joint_pairs import JointPairs
-from services.trainer.learning.lora import AdaptedBase
+from services.trainer.learning.lora import adapter_of
 from services.trainer.learning.model import load_teacher, positions_of
 from services.trainer.learning.optimizer import (
     Gradients,
@@ -36,6 +37,7 @@ from services.trainer.learning.optimizer import (
     learning_rates,
     make_optimizer,
 )
+from services.trainer.learning.parameter_memory import PooledParameters
 from services.trainer.learning.passes import Passes
 from services.trainer.learning.ranks import ELSEWHERE, RankGroup
 from services.trainer.learning.samples import (
@@ -53,7 +55,6 @@ from services.trainer.learning.samples import (
     taught_logprobs,
 )
 from services.trainer.state import suspension
-from services.trainer.state.suspension import PooledParameters
 from services.trainer.state.training_state import KeptState, Snapshot
 from troupe.algorithms.losses import SideSums, normalizer, preference_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
@@ -495,6 +496,9 @@ class Learner(PolicyLearner[Row]):
         self._ranks = ranks or RankGroup()
         self._job, self._name = spec, policy
         self._policy = spec.policies[policy]
+        # Before the model goes to the device, which unused bases leave.
+        adapter = adapter_of(model)
+        occupy(self, None if adapter is None else adapter.base)
         if not isinstance(model, TrainedModel):
             dtype = getattr(torch, self._policy.language_model.weight_dtype)
             model = TrainedModel(model, device or torch.device("cpu"), dtype)
@@ -533,7 +537,7 @@ class Learner(PolicyLearner[Row]):
             functions=functions,
             skip_zero_advantages=skip_zero_advantages,
         )
-        self._pooled = PooledParameters(self._trained.weights(), self._trained.parameters, offload)
+        self._pooled = PooledParameters(self._trained.named, offload)
 
     @property
     def num_parameters(self) -> int:
@@ -769,6 +773,8 @@ class Learner(PolicyLearner[Row]):
 
     def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
         """Continue from a state of `suspended`, using the given tensors; they are on the device."""
+        occupy(self, self.base)
+        self._passes.arrive()
         weights = suspension.below("weights", tensors)
         if self._pooled.attach(weights):
             self._trained.load(weights)
@@ -779,9 +785,12 @@ class Learner(PolicyLearner[Row]):
         self._step.restore_step(tensors, values)
 
     def release(self) -> list[torch.Tensor]:
-        """Release and return the device memory; only `adopt` may be called afterwards."""
+        """Release and return the device memory; only `adopt` may be called afterwards. Frozen
+        models move to host memory, but a shared base stays for now (frozen_base.py)."""
         left = [*export_moments(self.model, self._optimizer).values(), *self._pooled.release()]
         self._optimizer.state.clear()
         self.discard()
         self._gradients.restore({}, [])
+        self._passes.leave()
+        vacate(self)
         return left if self._critic is None else [*left, *self._critic.release()]

@@ -1,40 +1,33 @@
-"""The LoRA adapter of one policy: PEFT's layers in a model over a frozen base. Policies share
-bases: a process holds each content only once."""
+"""The LoRA adapter of one policy: PEFT's layers in a model over a frozen base (frozen_base.py)."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 import json
-import threading
 import warnings
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any
 
 import structlog
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from services.trainer.learning.frozen_base import AdaptedBase, FrozenBase
 from troupe.checkpoints.adapters import (
     PREFIX,
     AdapterContent,
     Tensors,
-    distinct_tensors,
     linear_layers,
     output_layer,
     targets_of_experts,
     unknown_targets,
 )
-from troupe.checkpoints.format import CheckpointFormat, cast
 from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.checkpoints.verifying import Lineage, verify
-from troupe.job import LoraSpec, ModelSpec
+from troupe.job import LoraSpec
 from troupe.rpc import DataLoss, InvalidArgument
-from troupe.transfer import DeferredTensors, checksum_of
 
 log = structlog.get_logger("troupe.trainer")
 # PEFT's name of the only adapter in a model.
@@ -51,20 +44,16 @@ class Adapter:
         """`content`: rank, scale and layers; its tensors are the module's parameters."""
         self.base = base
         self._about = replace(content, base=base.checksum)
-        self._parameters: dict[str, torch.nn.Parameter] = {
+        # A and B of all layers by PEFT's names, in the model's order.
+        self.named: dict[str, torch.nn.Parameter] = {
             f"{PREFIX}{name.removesuffix(_INFIX)}.weight": parameter
             for name, parameter in module.named_parameters()
             if ".lora_" in name
         }
 
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """A and B of all layers, in the model's order."""
-        return list(self._parameters.values())
-
     def weights(self) -> Tensors:
         """Return A and B by PEFT's names; not copies."""
-        return {name: p.detach() for name, p in self._parameters.items()}
+        return {name: p.detach() for name, p in self.named.items()}
 
     def content(self, dtype: torch.dtype) -> AdapterContent:
         """Return the adapter as published, its tensors in `dtype`."""
@@ -72,11 +61,11 @@ class Adapter:
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy `weights` into the adapter. Raises ValueError when they are another adapter's."""
-        found, own = ({n: t.shape for n, t in one.items()} for one in (weights, self._parameters))
+        found, own = ({n: t.shape for n, t in one.items()} for one in (weights, self.named))
         if wrong := shape_difference(found, own):
             raise TensorsDoNotFit(f"the weights are not this adapter's: {wrong}")
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
+            for name, parameter in self.named.items():
                 given = weights[name]
                 if isinstance(parameter, DTensor) and not isinstance(given, DTensor):
                     mesh = parameter.device_mesh
@@ -283,95 +272,3 @@ def _unusable(message: str, field: str, value: object, remedy: str) -> InvalidAr
     return InvalidArgument(
         message, kind="adapter_unusable", field=field, value=value, remedy=remedy
     )
-
-
-Source = tuple[str, ...]
-_LOCK: Final = threading.Lock()
-# The bases in use; weak, so that unused ones are freed.
-_BY_SOURCE: Final = weakref.WeakValueDictionary[Source, "FrozenBase"]()
-_BY_CONTENT: Final = weakref.WeakValueDictionary[Source, "FrozenBase"]()
-
-
-class AdaptedBase(Protocol):
-    """The frozen weights under an adapter, on this device or elsewhere."""
-
-    @property
-    def module(self) -> Any:
-        """Their model, which may be on the meta device."""
-
-    @property
-    def checksum(self) -> str:
-        """Checksum of `weights`."""
-
-    def weights(self) -> DeferredTensors:
-        """Return the tensors that engines load, in checkpoint format."""
-
-    def rounded(self) -> DeferredTensors:
-        """Return the same values by the names of the model."""
-
-
-class FrozenBase:
-    """A model that is never trained, in the published dtype, on one device."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self._format = CheckpointFormat(module, next(module.parameters()).dtype)
-        # Cache of `weights()`.
-        self.checksum = checksum_of(self.weights())
-
-    def weights(self) -> DeferredTensors:
-        """Return the tensors that engines load, in checkpoint format; converted when they are
-        read."""
-        return self._format.of(distinct_tensors(self.module))
-
-    def rounded(self) -> DeferredTensors:
-        """Return the same values by the names of the model."""
-        return self._format.rounded(distinct_tensors(self.module))
-
-    def twin(self) -> Any:
-        """Return a module over the same tensors; layers put into it do not change other twins."""
-        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-        return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
-
-
-def frozen_base(
-    model: ModelSpec, seed: int, device: torch.device, load: Callable[[], Any]
-) -> FrozenBase:
-    """Return the base of `model` on `device`, made by `load` if no policy uses it yet.
-
-    `seed` matters only for random weights. Raises the errors of `load`.
-    """
-    source = base_source(model, seed, str(device))
-    with _LOCK:
-        known = _BY_SOURCE.get(source)
-        if known is None:
-            fresh = FrozenBase(
-                cast(load(), getattr(torch, model.weight_dtype), device).requires_grad_(False)
-            )
-            # Two paths may have the same weights, so also look up the content.
-            content = (fresh.checksum, _architecture(fresh.module), str(device))
-            known = _BY_SOURCE[source] = _BY_CONTENT.setdefault(content, fresh)
-        return known
-
-
-def base_source(model: ModelSpec, seed: int, device: str) -> Source:
-    """Return the unique key of the base of `model` on a device."""
-    kept = model.weight_dtype, device
-    if model.path is not None:
-        return "path", model.path, model.revision or "", *_files(Path(model.path)), *kept
-    return "config", json.dumps(model.config, sort_keys=True), str(seed), *kept
-
-
-def _files(directory: Path) -> list[str]:
-    """Return the names, sizes and times of a directory's files, to notice a change; empty for a hub
-    id."""
-    if not directory.is_dir():
-        return []
-    found = sorted((file.name, file.stat()) for file in directory.iterdir() if file.is_file())
-    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found]
-
-
-def _architecture(module: Any) -> str:
-    """Return the configuration without private fields, such as the path it came from."""
-    config = {n: v for n, v in module.config.to_dict().items() if not n.startswith("_")}
-    return json.dumps(config, sort_keys=True, default=str)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from services.trainer.learning.lora import adapted_model, begin_with, frozen_base
+from services.trainer.learning.frozen_base import frozen_base
+from services.trainer.learning.lora import adapted_model, begin_with
 from troupe.checkpoints.adapters import linear_layers
 from troupe.checkpoints.configuration import (
     BadConfiguration,

@@ -33,6 +33,7 @@ from services.trainer.learning.kernels.setup import (
     configure_model,
 )
 from services.trainer.learning.model import shape_of_model
+from services.trainer.learning.parameter_memory import MovableParameters
 from services.trainer.learning.pass_budget import PassBudget
 from services.trainer.learning.ranks import RankBatches, RankGroup
 from services.trainer.learning.samples import Row, response_lengths
@@ -167,6 +168,25 @@ class Passes:
         half = setup.half_weights
         return HalfWeights(model, keeps=half == "kept") if half else None
 
+    @functools.cached_property
+    def _frozen(self) -> MovableParameters:
+        """The parameters of reference and teachers, without a base that policies share."""
+        base = self._model.base
+        shared = set() if base is None else {id(p) for p in base.module.parameters()}
+        models = [*self._teachers.values(), *filter(None, [self._reference])]
+        own = (p for one in models for p in one.model.parameters() if id(p) not in shared)
+        return MovableParameters(own, frozen=True)
+
+    def leave(self) -> None:
+        """Move frozen models to host memory until `arrive`, and free copies of weights: others
+        need the device."""
+        self.forget_weights()
+        self._frozen.leave()
+
+    def arrive(self) -> None:
+        """Move frozen models back to the device."""
+        self._frozen.arrive()
+
     def forget_weights(self) -> None:
         """Free copies of the weights, which are about to change or to leave the device."""
         found = self.__dict__.get("_half_weights")
@@ -258,7 +278,7 @@ class Passes:
         self._forget_models()
 
     def _forget_models(self) -> None:
-        for made in ("_own_model", "_thread_models", "_layout"):
+        for made in ("_own_model", "_thread_models", "_layout", "_frozen"):
             self.__dict__.pop(made, None)
 
     @property

@@ -28,9 +28,7 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.learning.samples import Row
 from services.trainer.state.parts import PARTS, PartsReader, StoredParts
 from troupe.checkpoints.adapters import Tensors
-from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.contracts.payloads import Payload, Payloads, PlacedPayload
-from troupe.job.sections.policy import Offload
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound, new_id
 from troupe.transfer import Corrupt, KeyNotFound, Manifest, brought
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -77,75 +75,6 @@ class ParameterPool:
                 self._bytes -= like.nbytes
                 return found.pop()
         return torch.empty(like.shape, dtype=like.dtype)
-
-
-class PooledParameters:
-    """The parameters of one model, whose device memory can be released and attached again."""
-
-    def __init__(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        parameters: Sequence[torch.nn.Parameter],
-        offload: Offload = "none",
-    ) -> None:
-        """`weights`: tensors over the memory of `parameters`, and others (buffers), which stay.
-        `offload`: with "all" the parameters are in host memory between steps."""
-        by_memory = {p.data_ptr(): p for p in parameters if p.numel()}
-        self._named = {
-            n: by_memory[t.data_ptr()] for n, t in weights.items() if t.data_ptr() in by_memory
-        }
-        self._leaves = offload == "all"
-        # Where the parameters are computed with, and their host memory; empty before `leave`.
-        self._device = next((p.device for p in parameters), torch.device("cpu"))
-        self._host: Tensors = {}
-        self._away = False
-
-    def leave(self) -> None:
-        """Move the parameters to host memory until `arrive`, if they are to be there: a step has
-        ended. They can be read there."""
-        if not self._leaves or self._away:
-            return
-        pinned = self._device.type == "cuda"
-        for name, parameter in self._named.items():
-            if name not in self._host:
-                self._host[name] = torch.empty(
-                    parameter.shape, dtype=parameter.dtype, pin_memory=pinned
-                )
-            self._host[name].copy_(parameter.detach(), non_blocking=True)
-        if pinned:
-            torch.cuda.synchronize(self._device)
-        for name, parameter in self._named.items():
-            parameter.data = self._host[name]
-        self._away = True
-
-    def arrive(self) -> None:
-        """Move the parameters back to the device, on which a step begins; copies from pinned memory
-        go on while the first layers compute."""
-        if self._away:
-            for parameter in self._named.values():
-                parameter.data = parameter.data.to(self._device, copy=True, non_blocking=True)
-            self._away = False
-
-    def release(self) -> list[torch.Tensor]:
-        """Return the parameters' memory; the model cannot compute before `attach`."""
-        left = []
-        for parameter in self._named.values():
-            left.append(parameter.data)
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
-        self._host, self._away = {}, False
-        return left
-
-    def attach(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
-        """Use `weights` as the parameters' memory; returns those that are not parameters.
-
-        Raises ValueError when a parameter is missing; then nothing has changed.
-        """
-        if wrong := difference(self._named.keys() - weights.keys(), ()):
-            raise TensorsDoNotFit(f"weights of the model are missing: {wrong}")
-        for name, parameter in self._named.items():
-            parameter.data = weights[name]
-        self._away = False
-        return {name: t for name, t in weights.items() if name not in self._named}
 
 
 def split_fields(sums: Any) -> tuple[Tensors, Values]:

@@ -6,12 +6,15 @@ import copy
 import gc
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from services.trainer.learning import parameter_memory
+from services.trainer.learning.frozen_base import FrozenBase, leave_unused_bases
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.lora import Adapter, adapter_of
 from services.trainer.learning.model import load_adapted, load_model
@@ -93,6 +96,50 @@ def test_a_base_that_nobody_uses_leaves_memory(tokenizer: Path) -> None:
     del model
     gc.collect()
     assert base() is None
+
+
+def test_a_base_leaves_the_device_once_others_need_it(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base stays while one of its policies is bound, and for the next one; policies over another
+    base, and other processes, find the device free. On a CPU, as if it were another device."""
+    monkeypatch.setattr(parameter_memory, "is_host", lambda _: False)
+    spec = lora_spec(tokenizer)
+    one, two = (learner_of(spec, name) for name in ("a", "b"))
+    base = adapter(one.model).base
+    assert isinstance(base, FrozenBase)
+    values = {name: p.clone() for name, p in base.module.named_parameters()}
+
+    def away() -> bool:
+        assert all(torch.equal(p, values[name]) for name, p in base.module.named_parameters())
+        return base._movable._away
+
+    def suspend(learner: Learner) -> Callable[[], None]:
+        tensors, plain = learner.suspended()
+        stored = {name: t.detach().clone() for name, t in tensors.items()}
+        learner.release()
+        return lambda: learner.adopt(stored, plain)
+
+    resume_one = suspend(one)
+    leave_unused_bases()
+    assert not away()  # the other policy is bound
+    resume_two = suspend(two)
+    assert not away()
+    resume_one()
+    suspend(one)
+    assert not away()
+    resume_two()
+    suspend(two)
+    leave_unused_bases()
+    assert away()
+    resume_two()
+    assert not away()
+    suspend(two)
+    other = learner_of(lora_spec(tokenizer, ["c"]).model_copy(update={"seed": 5}), "c")
+    assert adapter(other.model).base is not base
+    assert away()
+    resume_two()
+    assert not away()
 
 
 def test_the_same_weights_under_two_paths_are_one_base(tokenizer: Path, tmp_path: Path) -> None:
@@ -202,7 +249,7 @@ def test_packed_rows_give_the_textbook_gradient(
     generator = torch.Generator().manual_seed(3)
 
     def elsewhere() -> None:
-        for parameter in adapter(model).parameters:
+        for parameter in adapter(model).named.values():
             parameter.data.normal_(std=0.1, generator=generator)
 
     if begins == "elsewhere":
@@ -233,7 +280,7 @@ def test_packed_rows_give_the_textbook_gradient(
 def test_dropout_is_for_gradients_only(tokenizer: Path) -> None:
     spec = lora_spec(tokenizer, ["a"], dropout=0.5)
     model = load_adapted("a", spec.policies["a"], 0, CPU)
-    for parameter in adapter(model).parameters:
+    for parameter in adapter(model).named.values():
         torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.arange(9)[None]
     with torch.no_grad():
@@ -283,7 +330,7 @@ def test_transposed_layers_of_gpt2_merge_with_an_adapter(tokenizer: Path) -> Non
     spec = JobSpec.model_validate(values)
     adapted = load_adapted("a", spec.policies["a"], 0, CPU)
     own = adapter(adapted)
-    for parameter in own.parameters:
+    for parameter in own.named.values():
         torch.nn.init.normal_(parameter, std=0.3)
     plain = copy.deepcopy(own.base.module)
     state = merged(own.base.weights(), own.content(torch.float32))

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from services.trainer.learning import parameter_memory
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
+from services.trainer.learning.parameter_memory import MovableParameters
 from services.trainer.learning.samples import Row
 from services.trainer.state.suspension import ParameterPool
 from tests.support.training import make_spec
@@ -32,6 +34,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # The trial of packing must not depend on the weights.
     "adapter_in_half_precision": {},
     "adapter_with_critic": {"algorithm": {"advantage": "gae"}},
+    "adapter_with_reference": {"algorithm": {"kl_coefficient": 0.1}},
+    "teacher": {
+        "frozen": ("wise",),
+        "agents": {name: {"policy": name} for name in ("solver", "wise")},
+        "algorithm": {"distillation": {"teachers": {"solver": "wise"}}},
+    },
     "updates": {
         "algorithm": {
             "advantage": "gae",
@@ -129,6 +137,59 @@ def test_a_suspended_learner_holds_no_memory_and_can_come_back(tokenizer: Path) 
     # In the memory that it had left.
     assert {p.data_ptr() for p in learner.model.parameters()} <= places
     assert bits(learner) == before
+
+
+@pytest.mark.parametrize("variant", ["kl_and_entropy", "adapter_with_reference", "teacher"])
+def test_frozen_models_leave_the_device_and_come_back(
+    tokenizer: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, as if it were another device."""
+    spec = spec_of(tokenizer, variant)
+    still, travels = make(spec), make(spec)
+    rows = random_rows(load_model("solver", spec.policies["solver"], 0), 3, Shape(groups=6))
+    for version, batches in enumerate(steps(rows)):
+        for batch in batches:
+            still.accumulate(batch)
+            travels.accumulate(batch)
+            tensors, values = travels.suspended()
+            stored = {name: t.detach().clone() for name, t in tensors.items()}
+            travels.release()
+            with monkeypatch.context() as patched:
+                patched.setattr(parameter_memory, "is_host", lambda _: False)
+                travels._passes.leave()
+            frozen = travels._passes._frozen
+            assert frozen._away or variant == "adapter_with_reference"
+            travels.adopt(stored, values)
+            assert not frozen._away
+        assert still.apply(version).applied
+        assert travels.apply(version).applied
+        assert bits(still) == bits(travels)
+
+
+def test_frozen_parameters_are_copied_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [torch.nn.Parameter(torch.rand(3)), torch.nn.Parameter(torch.rand(2, 2))]
+    values = [p.detach().clone() for p in parameters]
+    frozen, trained = (MovableParameters(parameters[:1], frozen=one) for one in (True, False))
+    here = [p.data_ptr() for p in parameters]
+    frozen.leave()
+    assert [p.data_ptr() for p in parameters] == here  # a CPU is the host
+    monkeypatch.setattr(parameter_memory, "is_host", lambda _: False)
+    frozen = MovableParameters([*parameters, parameters[0]], frozen=True)
+    places = set()
+    for _ in range(2):
+        frozen.leave()
+        assert all(torch.equal(p, v) for p, v in zip(parameters, values, strict=True))
+        places.add(parameters[0].data_ptr())
+        frozen.arrive()
+        assert parameters[0].data_ptr() not in places
+    assert len(places) == 1
+    assert all(torch.equal(p, v) for p, v in zip(parameters, values, strict=True))
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            parameters[0].fill_(value)
+        trained.leave()
+        trained.arrive()
+        assert torch.equal(parameters[0], torch.full((3,), value))
 
 
 def test_kept_memory_is_bounded_and_never_shared() -> None:

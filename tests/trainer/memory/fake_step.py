@@ -7,12 +7,14 @@ device are zeros and ones.
 
 Run as a module, `python -m tests.trainer.memory.fake_step CASE.json [PHASE]`, in a process of its
 own that has loaded `fake_cuda.cpp` before torch, it prints what a step needed as JSON; with a phase
-("forward", "backward" or "update") also which tensors were there when that was fullest.
+("forward", "backward" or "update") also which tensors were there when that was fullest. With
+"suspension" it prints what stays on the device while the policy is suspended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -28,7 +30,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from services.trainer.learning import forward, lora, pass_budget, passes
+from services.trainer.learning import forward, frozen_base, pass_budget, passes
 from services.trainer.learning.kernels import half
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
@@ -198,7 +200,9 @@ def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
                     continue
                 if id(tensor) not in made:
                     found = function(tensor.detach())
-                    if held is part._parameters:
+                    if (found.device, found.dtype) == (tensor.device, tensor.dtype):
+                        found = tensor
+                    elif held is part._parameters:
                         found = torch.nn.Parameter(found, tensor.requires_grad)
                     made[id(tensor)] = found, tensor  # which stays, for its id
                 held[name] = made[id(tensor)][0]
@@ -232,7 +236,7 @@ def pretending(mode: FakeCuda) -> Iterator[None]:
         (torch.cuda, "_lazy_init"): lambda: None,
         (torch.cuda.amp.common, "amp_definitely_not_available"): lambda: False,
         (torch.nn.Module, "_apply"): _apply,
-        (lora, "checksum_of"): lambda _: "fake",
+        (frozen_base, "checksum_of"): lambda _: "fake",
         (passes, "gpu_memory"): lambda _: 80 << 30,
         (pass_budget, "gpu_memory"): lambda _: 80 << 30,
         (forward, "capabilities_of"): lambda *_, **__: capable,
@@ -252,6 +256,48 @@ def pretending(mode: FakeCuda) -> Iterator[None]:
     library._destroy()
 
 
+def _learner(spec: JobSpec) -> Learner:
+    policy = spec.policies["solver"]
+    if policy.lora is None:
+        model = load_model("solver", policy, 0)
+    else:
+        model = load_adapted("solver", policy, 0, CUDA)
+    learner = Learner(model, spec, "solver", device=CUDA, share_prefixes=False)
+    if learner.needs_reference:
+        learner.set_reference(learner.weights())
+    return learner
+
+
+def suspension(values: dict[str, Any]) -> dict[str, Any]:
+    """Bytes on the device: while the policy is `bound` in the middle of a step, after it was
+    `suspended`, once other processes have the device (`free`), and after it was `resumed`."""
+    spec = JobSpec.model_validate(values)
+    mode = FakeCuda()
+    with mode, pretending(mode):
+        learner = _learner(spec)
+        batch = rows(learner.vocabulary, 2, 64)
+        learner.accumulate(batch)
+        assert learner.apply(0).applied
+        learner.accumulate(batch)
+        found = {"bound": _live(mode)}
+        tensors, plain = learner.suspended()
+        tensors = {name: tensor.to("cpu") for name, tensor in tensors.items()}
+        learner.release()
+        found["suspended"] = _live(mode)
+        frozen_base.leave_unused_bases()
+        found["free"] = _live(mode)
+        learner.adopt({name: tensor.to(CUDA) for name, tensor in tensors.items()}, plain)
+        found["resumed"] = _live(mode)
+        learner.accumulate(batch)
+        assert learner.apply(1).applied
+    return found
+
+
+def _live(mode: FakeCuda) -> int:
+    gc.collect()  # modules refer to one another
+    return mode.live["cuda"]
+
+
 def step(values: dict[str, Any], *, explains: str = "") -> dict[str, Any]:
     """What the second step of a policy needs: `cuda` and `cpu`, peaks in bytes; `state`, bytes that
     stay between its passes; `host`, tensors that passes make on the host; `waits`, values that the
@@ -260,14 +306,7 @@ def step(values: dict[str, Any], *, explains: str = "") -> dict[str, Any]:
     policy = spec.policies["solver"]
     mode = FakeCuda()
     with mode, pretending(mode):
-        if policy.lora is None:
-            model = load_model("solver", policy, 0)
-        else:
-            model = load_adapted("solver", policy, 0, CUDA)
-        learner = Learner(model, spec, "solver", device=CUDA, share_prefixes=False)
-        del model
-        if learner.needs_reference:
-            learner.set_reference(learner.weights())
+        learner = _learner(spec)
         tokens, length = policy.trainer.forward_tokens or 0, policy.engine.max_context or 0
         batch = rows(learner.vocabulary, tokens // length, length)
         learner.accumulate(batch[:2])
@@ -292,7 +331,8 @@ def step(values: dict[str, Any], *, explains: str = "") -> dict[str, Any]:
 def main() -> None:
     """Measure the step of a case."""
     values = json.loads(Path(sys.argv[1]).read_text())
-    print(json.dumps(step(values, explains=sys.argv[2] if len(sys.argv) > 2 else "")))
+    what = sys.argv[2] if len(sys.argv) > 2 else ""
+    print(json.dumps(suspension(values) if what == "suspension" else step(values, explains=what)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ ERROR = 0.1
 # Tokens of a pass, the default of a device of 80 GB, in rows of this length.
 TOKENS, LENGTH = 16_384, 2048
 MEMORY = 80 << 30
+MEBIBYTE = 1 << 20
 CHECKPOINTED = {"activation_checkpointing": True}
 KEPT = {"activation_checkpointing": False}
 HALF = CHECKPOINTED | {"kernels": "auto"}
@@ -80,11 +81,12 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def step(job: dict[str, Any], library: Path, directory: Path) -> dict[str, Any]:
-    """Return the needs of a step of the job (`fake_step.step`), from a separate process."""
+def step(job: dict[str, Any], library: Path, directory: Path, *what: str) -> dict[str, Any]:
+    """Return the needs of a step of the job (`fake_step.step`), from a separate process; `what`:
+    arguments of `fake_step.main`."""
     path = directory / "case.json"
     path.write_text(json.dumps(job))
-    command = [sys.executable, "-m", "tests.trainer.memory.fake_step", str(path)]
+    command = [sys.executable, "-m", "tests.trainer.memory.fake_step", str(path), *what]
     environment = os.environ | {"LD_PRELOAD": str(library)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
     assert done.returncode == 0, done.stderr
@@ -163,6 +165,37 @@ def test_every_way_to_train_on_a_gpu_needs_the_predicted_memory(
     found = check(name, VARIANTS[name], fake_cuda, tmp_path)
     if name == "offload":  # both moments, and a copy of the gradients
         assert found["cpu"] >= 2 * predicted(values("Qwen3-4B", 4)).weights
+
+
+SUSPENDED = {
+    "reference": {"algorithm": {"kl_coefficient": 0.01}},
+    "adapter": {"algorithm": {"kl_coefficient": 0.01}, "lora": {"rank": 8}},
+    "half": {"trainer": HALF, "algorithm": {"kl_coefficient": 0.01}},
+    "teacher": {
+        "algorithm": {"distillation": {"teachers": {"solver": "teacher"}, "divergence": "full"}}
+    },
+}
+
+
+@pytest.mark.parametrize("name", SUSPENDED)
+def test_a_suspended_policy_leaves_its_device(name: str, fake_cuda: Path, tmp_path: Path) -> None:
+    """Also its reference, its teachers and copies of its weights; the base under an adapter stays
+    for policies that share it until other processes need the device."""
+    job = values("Qwen3-0.6B", 2, **SUSPENDED[name])
+    if name == "teacher":
+        teacher = {**job["policies"]["solver"], "trainable": False}
+        del teacher["trainer"]
+        job["policies"]["teacher"] = teacher
+    found = step(job, fake_cuda, tmp_path, "suspension")
+    shape = read_shape(JobSpec.model_validate(job).policies["solver"].language_model)
+    assert shape is not None
+    base = 2 * shape.parameters if name == "adapter" else 0
+    assert found["bound"] >= 2 * shape.parameters
+    assert found["suspended"] == pytest.approx(base, abs=MEBIBYTE)
+    assert found["free"] <= MEBIBYTE
+    # Copies of weights in half precision are made again by the next pass.
+    gone = 2 * shape.parameters if name == "half" else 0
+    assert found["bound"] - gone - MEBIBYTE <= found["resumed"] <= found["bound"]
 
 
 def test_tensors_on_two_devices_are_found(fake_cuda: Path, tmp_path: Path) -> None:
