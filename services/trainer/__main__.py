@@ -8,13 +8,12 @@ import os
 from services.chassis.app import ServiceDefinition, run
 from services.chassis.process import keep_freed_memory
 from services.chassis.telemetry import Telemetry
-from services.trainer.settings import NCCL_VARIABLES, TrainerSettings
+from services.trainer.settings import TrainerSettings, process_variables
 
 
 def make_service(settings: TrainerSettings, telemetry: Telemetry) -> ServiceDefinition:
     """Make the service, importing torch only now, after the chassis has set the thread budget."""
-    for name, value in NCCL_VARIABLES.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(process_variables(os.environ))
     from services.trainer.server import TrainerService
 
     # Imported objects stay: without this, a full collection would examine all of them, including

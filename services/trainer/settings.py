@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from pydantic import Field
@@ -9,9 +10,22 @@ from pydantic import Field
 from services.chassis.settings import ServiceSettings
 from services.trainer.gang.allocation import allocation
 
-# Variables of every process that may be in an NCCL group with an inference server, unless they are
-# set: SGLang's processes set them so, the ranks of a group must agree, and NCCL reads them once.
-NCCL_VARIABLES: Final = {"NCCL_CUMEM_ENABLE": "0"}
+# SGLang's processes set it so, the ranks of an NCCL group must agree, and NCCL reads it once.
+_NCCL: Final = {"NCCL_CUMEM_ENABLE": "0"}
+# torch's allocator of pinned host memory rounds sizes up to powers of two and keeps what is freed:
+# moments, copies of states and frozen weights there would take almost twice their size, for ever.
+# Above this size it does neither.
+_ALLOCATOR: Final = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:64"}
+_ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def process_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a trainer's process or a rank needs in addition to `environment`,
+    before it imports torch: what the operator sets stays."""
+    found = {name: value for name, value in _NCCL.items() if name not in environment}
+    if not any(name in environment for name in _ALLOCATORS):
+        found |= _ALLOCATOR
+    return found
 
 
 def _gang_nodes() -> int:

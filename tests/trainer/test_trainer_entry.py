@@ -1,9 +1,10 @@
-"""The trainer's processes agree with inference servers on how NCCL allocates memory."""
+"""Variables that the trainer's processes need before they import torch."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,29 @@ import pytest
 
 from services.trainer.gang import gang
 from services.trainer.gang.gang import RankSettings
-from services.trainer.settings import NCCL_VARIABLES, TrainerSettings
+from services.trainer.settings import TrainerSettings, process_variables
+
+DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:64"}
 
 
-@pytest.mark.parametrize("given", [None, "1"])
-def test_ranks_get_the_variables_of_nccl_unless_the_operator_sets_them(
-    given: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, DEFAULTS),
+        ({"NCCL_CUMEM_ENABLE": "1"}, DEFAULTS | {"NCCL_CUMEM_ENABLE": "1"}),
+        # torch heeds only the first of these that is set.
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"NCCL_CUMEM_ENABLE": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        ),
+    ],
+    ids=["none", "nccl", "allocator"],
+)
+def test_ranks_get_the_variables_unless_the_operator_sets_them(
+    given: dict[str, str],
+    wanted: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     started: list[dict[str, str]] = []
 
@@ -24,12 +42,38 @@ def test_ranks_get_the_variables_of_nccl_unless_the_operator_sets_them(
         started.append(env)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    if given is not None:
-        monkeypatch.setenv("NCCL_CUMEM_ENABLE", given)
+    for name in (*DEFAULTS, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
     settings = TrainerSettings(data_dir=tmp_path)
     terms = RankSettings.of(settings, 1, str(tmp_path / "channel"))
     gang.launch(terms, ranks=1, nodes=1, node=0, address="127.0.0.1", port=1)
     [environment] = started
-    assert environment["NCCL_CUMEM_ENABLE"] == (given or NCCL_VARIABLES["NCCL_CUMEM_ENABLE"])
-    assert os.environ.get("NCCL_CUMEM_ENABLE") == given
+    ours = {n: v for n, v in environment.items() if n.startswith(("NCCL_", "PYTORCH_"))}
+    assert {name: ours.get(name) for name in wanted} == wanted
+    assert set(ours) - set(wanted) <= set(before)
+    assert dict(os.environ) == before
+
+
+def test_torch_knows_the_allocators_setting() -> None:
+    """It ignores unknown ones, and refuses values of those that it knows."""
+    program = (
+        "import sys, torch\n"
+        "use = torch._C._accelerator_setAllocatorSettings\n"
+        "use(sys.argv[1])\n"
+        "try:\n"
+        "    use(sys.argv[1].partition(':')[0] + ':many')\n"
+        "except ValueError:\n"
+        "    print('known')\n"
+    )
+    setting = process_variables({})["PYTORCH_ALLOC_CONF"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, setting],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.stdout == "known\n", done.stderr

@@ -37,7 +37,7 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.compute import choose_device
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
-from services.trainer.settings import NCCL_VARIABLES, TrainerSettings
+from services.trainer.settings import TrainerSettings, process_variables
 from services.trainer.state.suspension import pack_rows, unpack_rows
 from troupe.contracts import kinds
 from troupe.devices import find_devices
@@ -546,8 +546,8 @@ def launch(
     }
     options = [f"--{name}={value}" for name, value in arguments.items()]
     environment = {
-        **NCCL_VARIABLES,
         **os.environ,
+        **process_variables(os.environ),
         **terms.environment(),
         "TROUPE_PARENT_PID": str(os.getpid()),
         # Every host has the same number of ranks, so they need not be exchanged.
