@@ -14,7 +14,7 @@ from services.trainer.gang import gang
 from services.trainer.gang.gang import RankSettings
 from services.trainer.settings import TrainerSettings, process_variables
 
-DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:64"}
+DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:1"}
 
 
 @pytest.mark.parametrize(
