@@ -150,13 +150,14 @@ class AsyncJobHandle:
         """
         read = None if spec is None else read_spec(spec)
         job = None if read is None else await with_code(self._reward, read)
+        given = ""
+        if spec is not None and read is not None:
+            given = given_text(spec, read, overrides, "resumed")
         request = orchestrator_pb.ResumeJobRequest(
             request_id=new_id("resume"),
             job_id=self.id,
             spec="" if job is None else job.model_dump_json(),
-            given_spec=""
-            if spec is None or read is None
-            else given_text(spec, read, overrides, "resumed"),
+            given_spec=given,
             overrides={path: json.dumps(value) for path, value in (overrides or {}).items()},
         )
         return Job.of((await self._stub.ResumeJob(request)).job)

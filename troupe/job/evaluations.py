@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from troupe.contracts import metric_names
 from troupe.job.fields import JobFields
-from troupe.job.metrics import evaluation_of_metric, evaluation_prefix, metric_problem
+from troupe.job.metrics import (
+    evaluation_field,
+    evaluation_of_metric,
+    evaluation_prefix,
+    metric_problem,
+)
 from troupe.job.section import MAX_TRAJECTORIES
 from troupe.job.sections.population import slot_problem
 from troupe.job.sections.run import EvaluationSetSpec, EvaluationSpec
@@ -14,7 +19,7 @@ def check_evaluations(job: JobFields) -> None:
     """Raise ValueError that names the field of an evaluation, of `checkpoint.best` or of `stop`."""
     tasks = job.tasks
     for name, one in job.evaluation_sets.items():
-        field = f"evaluations.{name}" if name else "evaluation"
+        field = evaluation_field(name)
         own = one.tasks if isinstance(one, EvaluationSetSpec) else None
         if own is None and tasks is not None and not tasks.holds_out:
             raise ValueError(
@@ -56,7 +61,7 @@ def _check_stop(job: JobFields) -> None:
     if stop.of_evaluation:
         name = evaluation_of_metric(stop.metric)
         if not job.evaluation_of(name).every:
-            field = f"evaluations.{name}" if name else "evaluation"
+            field = evaluation_field(name)
             raise ValueError(
                 f"{field}.every: is 0, so `stop` would see no value before the last step; set "
                 "the steps between evaluations"

@@ -57,6 +57,11 @@ def evaluation_of_metric(metric: str) -> str:
     return metric.removeprefix(metric_names.EVALUATIONS).partition("/")[0] if found else ""
 
 
+def evaluation_field(name: str) -> str:
+    """Return the job's field of the evaluation `name`; "" is the section `evaluation`."""
+    return f"evaluations.{name}" if name else "evaluation"
+
+
 def metric_problem(spec: JobFields, metric: str) -> str:
     """Return why no step and no evaluation of the job logs `metric`, with names that are near to
     it; empty if one may."""

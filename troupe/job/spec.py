@@ -14,6 +14,7 @@ from troupe.job.engines import KINDS
 from troupe.job.engines.sharing import check_sharing, engine_groups, shared_policies
 from troupe.job.evaluations import check_evaluations, check_success
 from troupe.job.fields import JobFields
+from troupe.job.metrics import evaluation_field
 from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
 from troupe.job.sections.agents import AgentSpec, RoutingSpec
 from troupe.job.sections.algorithm import AlgorithmSpec
@@ -666,7 +667,7 @@ def _foreign_to_steps(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
     yield "pipeline.required_columns", bool(pipeline.required_columns), filled
     temperature = "networks explore as in training, or not at all; remove it, or set it to 0"
     for name, one in {"": job.evaluation, **job.evaluations}.items():
-        field = f"evaluations.{name}" if name else "evaluation"
+        field = evaluation_field(name)
         yield f"{field}.temperature", (one.temperature or 0) != 0, temperature
         words = "networks write no replies; remove it"
         yield f"{field}.answer_pattern", one.answer_pattern is not None, words

@@ -42,8 +42,8 @@ from services.trainer.learning.kernels.setup import configure_model
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.lora import Adapter, begin_with
 from services.trainer.learning.model import check_teacher, load_base, load_model, with_dtype
-from services.trainer.learning.parameter_memory import PooledParameters
 from services.trainer.learning.samples import GroupBuffer, Row
+from services.trainer.state.parameter_memory import PooledParameters, can_pin
 from services.trainer.state.parts import StoredParts
 from services.trainer.state.suspension import split_fields, under
 from services.trainer.state.training_state import in_memory, reported
@@ -444,7 +444,9 @@ class ShardedParameters(PooledParameters):
             return
         here = [one._sharded_param_data for one in self._shards]
         if not self._memory:
-            self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in here]
+            self._memory = [
+                torch.empty_like(t, device="cpu", pin_memory=can_pin(t.device)) for t in here
+            ]
         for there, data in zip(self._memory, here, strict=True):
             there.copy_(data, non_blocking=True)
         self._devices = [data.device for data in here]

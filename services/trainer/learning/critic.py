@@ -25,7 +25,6 @@ from services.trainer.learning.optimizer import (
     import_moments,
     make_optimizer,
 )
-from services.trainer.learning.parameter_memory import PooledParameters
 from services.trainer.learning.ranks import RankBatches, RankGroup
 from services.trainer.learning.samples import (
     Row,
@@ -38,6 +37,7 @@ from services.trainer.learning.samples import (
 from services.trainer.learning.sequences.attention import PACKED
 from services.trainer.learning.sequences.packing import PackedBatch, one_token
 from services.trainer.state import suspension
+from services.trainer.state.parameter_memory import PooledParameters
 from troupe.algorithms.values import ValueStatistics, gae, value_loss
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.job.sections.algorithm import CriticSpec

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from services.trainer.learning.parameter_memory import MovableParameters
+from services.trainer.state.parameter_memory import MovableParameters
 from troupe.checkpoints.adapters import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat, cast
 from troupe.job import ModelSpec

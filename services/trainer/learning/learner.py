@@ -37,7 +37,6 @@ from services.trainer.learning.optimizer import (
     learning_rates,
     make_optimizer,
 )
-from services.trainer.learning.parameter_memory import PooledParameters
 from services.trainer.learning.passes import Passes
 from services.trainer.learning.ranks import ELSEWHERE, RankGroup
 from services.trainer.learning.samples import (
@@ -55,6 +54,7 @@ from services.trainer.learning.samples import (
     taught_logprobs,
 )
 from services.trainer.state import suspension
+from services.trainer.state.parameter_memory import PooledParameters
 from services.trainer.state.training_state import KeptState, Snapshot
 from troupe.algorithms.losses import SideSums, normalizer, preference_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault

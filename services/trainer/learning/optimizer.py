@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from services.trainer.learning.ranks import RankGroup
+from services.trainer.state.parameter_memory import can_pin
 from troupe.contracts import metric_names
 from troupe.job import JobSpec, OptimizerSpec
 from troupe.job.sections.policy import Offload
@@ -511,8 +512,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         """Return a copy of the moment of a parameter in host memory, pinned if the parameter is on
         a GPU; `empty`: zeros."""
         local = local_part(tensor)
-        # torch has no pinned memory without a GPU, as where tests only pretend to have one.
-        pinned = parameter.device.type == "cuda" and torch.cuda.is_available() and local.ndim > 0
+        pinned = can_pin(parameter.device) and local.ndim > 0
         found = torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned)
         if not empty:
             found.copy_(local)

@@ -33,12 +33,12 @@ from services.trainer.learning.kernels.setup import (
     configure_model,
 )
 from services.trainer.learning.model import shape_of_model
-from services.trainer.learning.parameter_memory import MovableParameters
 from services.trainer.learning.pass_budget import PassBudget
 from services.trainer.learning.ranks import RankBatches, RankGroup
 from services.trainer.learning.samples import Row, response_lengths
 from services.trainer.learning.sequences.packing import PackedBatch, one_token, plan
 from services.trainer.learning.token_loss import KeptTokens, TokenColumns, TokenLoss
+from services.trainer.state.parameter_memory import MovableParameters
 from troupe.algorithms.expert_load import ExpertLoad
 from troupe.algorithms.linear_loss import Scores
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault

@@ -22,6 +22,7 @@ import structlog
 import torch
 
 from services.trainer.settings import TrainerSettings
+from services.trainer.state.parameter_memory import can_pin
 from services.trainer.state.suspension import below, under
 from services.trainer.state.training_state import Snapshot, StateStore, TrainingState
 from troupe.checkpoints.adapters import Tensors
@@ -111,7 +112,7 @@ class HostCopy:
 
     def __init__(self, device: torch.device, *, sharers: int = 1) -> None:
         """`sharers`: how many processes of this host make such a copy at once."""
-        self._pinned = device.type == "cuda"
+        self._pinned = can_pin(device)
         self._device, self._sharers = device, sharers
         self._buffers: Tensors = {}
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.learning import parameter_memory
 from services.trainer.learning.frozen_base import FrozenBase, leave_unused_bases
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.lora import Adapter, adapter_of
 from services.trainer.learning.model import load_adapted, load_model
+from services.trainer.state import parameter_memory
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, full_batch_gradient, random_rows, relative_error
 from tests.trainer.learning.test_learner import make_rows

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.learning import parameter_memory
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
-from services.trainer.learning.parameter_memory import MovableParameters
 from services.trainer.learning.samples import Row
+from services.trainer.state import parameter_memory
+from services.trainer.state.parameter_memory import MovableParameters
 from services.trainer.state.suspension import ParameterPool
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, random_rows

@@ -21,6 +21,12 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def can_pin(device: torch.device) -> bool:
+    """Return whether copies of tensors on `device` in host memory are pinned."""
+    # torch has no pinned memory without a GPU, as where tests only pretend to have one.
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
 class MovableParameters:
     """Parameters of one device that can be in host memory for a while, where they can be read."""
 
@@ -44,8 +50,7 @@ class MovableParameters:
         self._away = True
 
     def _copy(self) -> None:
-        # torch has no pinned memory without a GPU, as where tests only pretend to have one.
-        pinned = self._device.type == "cuda" and torch.cuda.is_available()
+        pinned = can_pin(self._device)
         if not self._host:
             self._host = [
                 torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned) for p in self._parameters
